@@ -1,0 +1,35 @@
+"""``flush``: wait until everything committed is durable."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.connection import connected, seconds
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.output import ending, write, write_json
+
+
+@ending
+def flush(
+    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
+    timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For the whole verb.")] = "60",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Return when everything that was committed before is on disk.
+
+    Exit code 4 if that is not so in time: then nothing is known.
+
+    Example: lmcache-persist flush --server ipc:///var/lib/kv/server.sock
+    """
+    limit = seconds(timeout)
+    deadline = time.monotonic() + limit
+    with connected(server, limit, "flush") as client:
+        durable_seq = client.flush(max(0.0, deadline - time.monotonic()))
+    if json_output:
+        write_json({"durable_seq": durable_seq})
+    else:
+        write(f"durable up to sequence number {durable_seq}")
+    return ExitCode.OK

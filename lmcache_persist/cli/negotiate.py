@@ -1,0 +1,124 @@
+"""``negotiate``: send a bind to a server, as an engine would."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
+from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
+from lmcache_persist.cli.output import (
+    ending,
+    error_document,
+    plain,
+    say,
+    say_error,
+    write,
+    write_json,
+)
+from lmcache_persist.cli.plan import integer_or_text
+from lmcache_persist.errors import (
+    BindingError,
+    GeometryError,
+    InvalidTokensPerBlock,
+    PersistError,
+)
+from lmcache_persist.geometry import MAX_TOKENS_PER_BLOCK, Group, GroupKind
+
+
+def parse_groups(text: str) -> list[Group]:
+    """Groups of ``640,0,640``. Any integer may be sent: the server is the judge.
+
+    Raises:
+        InvalidTokensPerBlock: an entry is no integer, or none that a message can hold.
+    """
+    groups = []
+    for index, part in enumerate(text.split(",") if text.strip() else []):
+        size = integer_or_text(part.strip())
+        if isinstance(size, str) or abs(size) > MAX_TOKENS_PER_BLOCK:
+            raise InvalidTokensPerBlock(
+                f"group {index} has tokens_per_block {part.strip()!r}, expected an integer from"
+                f" 0 to {MAX_TOKENS_PER_BLOCK}",
+                hint="for example --groups 640,0,640",
+            )
+        groups.append(Group(GroupKind.FULL if size else GroupKind.SCRATCH, size, max(size, 0)))
+    return groups
+
+
+@ending
+def negotiate(
+    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
+    groups: Annotated[
+        str, typer.Option(metavar="N,N,...", help="tokens_per_block of each group, 0 for scratch.")
+    ],
+    base: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Wished for. [default: the server's]")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Ask what would come of it; bind nothing.")
+    ] = False,
+    timeout: Annotated[
+        str, typer.Option(metavar="SECONDS", help="For the whole verb.")
+    ] = DEFAULT_TIMEOUT,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Bind a server to a chunk size that fits these groups, or ask whether it fits.
+
+    Exit code 0: bound or compatible; 3: refused; 4: no server.
+
+    Example: lmcache-persist negotiate --server ipc:///var/lib/kv/server.sock --groups 640,0,640
+    """
+    result: dict[str, Any] = {"outcome": None, "binding": None, "error": None}
+    code = ExitCode.OK
+    try:
+        wanted, base_tokens = parse_groups(groups), _base(base)
+        limit = seconds(timeout)
+        with connected(server, limit, "negotiate") as client:
+            held = client.binding
+            result["binding"] = held.summary() if held else None
+            try:
+                outcome = client.bind(
+                    wanted,
+                    base=base_tokens,
+                    dry_run=dry_run,
+                    who="lmcache-persist negotiate",
+                    timeout_s=limit,
+                )
+            except (GeometryError, BindingError) as error:
+                code = ExitCode.REFUSED_BIND
+                result.update(outcome="refused", error=error_document(error))
+                say_error(error)
+            else:
+                result.update(outcome=outcome.outcome, binding=outcome.binding.summary())
+                for warning in outcome.warnings:
+                    say(f"warning: {plain(warning)}")
+    except PersistError as error:
+        code = exit_code_of(error)
+        refused = isinstance(error, GeometryError)
+        result.update(outcome="refused" if refused else None, error=error_document(error))
+        say_error(error)
+    if json_output:
+        write_json(result)
+    elif result["outcome"] is not None:
+        _write_text(result, dry_run)
+    return code
+
+
+def _base(text: str | None) -> int | None:
+    if text is None:
+        return None
+    value = integer_or_text(text)
+    if isinstance(value, str) or not 0 < value <= MAX_TOKENS_PER_BLOCK:
+        raise InvalidTokensPerBlock(f"base chunk size is {text!r}, expected a positive integer")
+    return value
+
+
+def _write_text(result: dict[str, Any], dry_run: bool) -> None:
+    binding = result["binding"]
+    suffix = " (dry run: nothing was bound)" if dry_run else ""
+    write(f"outcome: {result['outcome']}{suffix}")
+    if binding is not None:
+        write(f"chunk size: {binding['chunk_size']} tokens ({binding['mode']})")
+        write(f"required alignment: {binding['required_alignment']} tokens")
+        write(f"boundary id: {binding['boundary_id']}")

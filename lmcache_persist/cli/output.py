@@ -1,0 +1,130 @@
+"""What verbs print: results on stdout, talk on stderr, and how a verb ends.
+
+Everything that may come from outside (model names, paths, other people's text) passes
+:func:`plain`, so that it cannot steer the terminal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec
+
+import typer
+
+from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
+from lmcache_persist.errors import PersistError
+
+P = ParamSpec("P")
+
+
+def plain(text: object) -> str:
+    """``text`` with everything that is no printable character written as an escape."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text)
+    )
+
+
+def write(text: str) -> None:
+    """One line, or several, to stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def write_json(document: Any) -> None:
+    """A document to stdout; ASCII only, keys in the order given."""
+    write(json.dumps(document, indent=2, allow_nan=False))
+
+
+def say(text: str) -> None:
+    """A line to stderr. Never fails: talk is not the result."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        return
+
+
+def write_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table to stdout: drawn on a terminal, tab-separated with a header line elsewhere."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        lines = [f"# {title}", *("\t".join(row) for row in [list(columns), *cells])]
+        write("\n".join(lines))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console(width=shutil.get_terminal_size().columns, force_terminal=True)
+    # Rendered first: rich would end the process by itself when the reader is gone.
+    with console.capture() as capture:
+        console.print(table)
+    write(capture.get().rstrip("\n"))
+
+
+def error_document(error: PersistError) -> dict[str, str | None]:
+    """The ``error`` of a JSON result."""
+    return {"code": error.code, "message": error.message, "hint": error.hint}
+
+
+def say_error(error: PersistError) -> None:
+    """The error on stderr, for people: what, and the way out."""
+    say(f"error: {plain(error.message)} [{error.code}]")
+    if error.hint:
+        say(f"hint: {plain(error.hint)}")
+
+
+def ending(verb: Callable[P, int]) -> Callable[P, None]:
+    """Make a verb's result, or the error that ends it, its exit code. No tracebacks.
+
+    With ``--json`` (the parameter ``json_output``) an error is also a document on stdout.
+    """
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = int(verb(*args, **kwargs))
+        except PersistError as error:
+            say_error(error)
+            if kwargs.get("json_output"):
+                _write_last({"error": error_document(error)})
+            code = exit_code_of(error)
+        except KeyboardInterrupt:
+            code = ExitCode.INTERRUPTED
+        except BrokenPipeError:
+            code = ExitCode.BROKEN_PIPE
+        raise typer.Exit(finish(code))
+
+    return run
+
+
+def _write_last(document: Any) -> None:
+    try:
+        write_json(document)
+    except OSError:
+        return  # the error itself has been said on stderr
+
+
+def finish(code: int) -> int:
+    """Flush stdout; the exit code, or the one for output that could not be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = ExitCode.BROKEN_PIPE
+    except OSError as error:
+        say(f"error: stdout cannot be written: {error.strerror}")
+        code = ExitCode.FAILED
+    else:
+        return code
+    # The interpreter flushes once more at its end and would complain: let that go nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -1,0 +1,104 @@
+"""``serve``: run the cache server of one data dir."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.output import ending
+
+Text = str | None
+
+
+@ending
+def serve(
+    data_dir: Annotated[
+        Text, typer.Option(metavar="DIR", help="Folder of manifest and store; made if absent.")
+    ] = None,
+    config: Annotated[Text, typer.Option(metavar="FILE", help="YAML file with settings.")] = None,
+    chunk_size: Annotated[
+        Text, typer.Option(metavar="auto|N", help="Tokens of a chunk. [default: auto]")
+    ] = None,
+    chunk_size_from: Annotated[
+        Text, typer.Option(metavar="URL", help="Not served by this version.")
+    ] = None,
+    base_chunk_size: Annotated[
+        Text, typer.Option(metavar="TOKENS", help="Wished for in auto mode. [default: 256]")
+    ] = None,
+    max_chunk_size: Annotated[
+        Text, typer.Option(metavar="TOKENS", help="Refuse larger ones. [default: 16384]")
+    ] = None,
+    capacity: Annotated[
+        Text, typer.Option(metavar="SIZE", help="Of the disk tier. [default: 8GiB]")
+    ] = None,
+    pool_size: Annotated[
+        Text, typer.Option(metavar="SIZE", help="Of the memory tier. [default: 1GiB]")
+    ] = None,
+    pool_dir: Annotated[
+        Text, typer.Option(metavar="DIR", help="For the pool. [default: /dev/shm]")
+    ] = None,
+    listen: Annotated[
+        Text, typer.Option(metavar="URL", help="[default: ipc://DIR/server.sock]")
+    ] = None,
+    http: Annotated[
+        Text, typer.Option(metavar="HOST:PORT", help="Metrics and health. [default: none]")
+    ] = None,
+    group: Annotated[
+        Text, typer.Option(metavar="NAME", help="May connect, beside the owner. [default: none]")
+    ] = None,
+    durability: Annotated[
+        Text, typer.Option(metavar="sync|relaxed", help="relaxed may lose all. [default: sync]")
+    ] = None,
+    allow_network_fs: Annotated[
+        bool | None,
+        typer.Option("--allow-network-fs/--no-allow-network-fs", help="Accept NFS and the like."),
+    ] = None,
+    allow_remote: Annotated[
+        bool | None,
+        typer.Option("--allow-remote/--no-allow-remote", help="Listen beyond this machine."),
+    ] = None,
+    pool_wait: Annotated[
+        Text, typer.Option(metavar="SECONDS", help="For memory at start. [default: 30]")
+    ] = None,
+    shutdown_timeout: Annotated[
+        Text, typer.Option(metavar="SECONDS", help="Flush so long at the end. [default: 10]")
+    ] = None,
+    log_level: Annotated[
+        Text, typer.Option(metavar="LEVEL", help="debug, info, warning, error. [default: info]")
+    ] = None,
+) -> int:
+    """Run the cache server of one data dir until SIGTERM.
+
+    The first line on stdout once requests are answered is "ready URL". Every flag is also
+    a variable (LMCACHE_PERSIST_CAPACITY) and a name in the --config file (capacity).
+
+    Example: lmcache-persist serve --data-dir /var/lib/kv --capacity 64GiB
+    """
+    from lmcache_persist.config import Settings
+
+    settings = Settings.load(
+        {
+            "data_dir": data_dir,
+            "config": config,
+            "chunk_size": chunk_size,
+            "chunk_size_from": chunk_size_from,
+            "base_chunk_size": base_chunk_size,
+            "max_chunk_size": max_chunk_size,
+            "capacity": capacity,
+            "pool_size": pool_size,
+            "pool_dir": pool_dir,
+            "listen": listen,
+            "http": http,
+            "group": group,
+            "durability": durability,
+            "allow_network_fs": allow_network_fs,
+            "allow_remote": allow_remote,
+            "pool_wait": pool_wait,
+            "shutdown_timeout": shutdown_timeout,
+            "log_level": log_level,
+        }
+    )
+    from lmcache_persist.server.app import serve as run_server
+
+    return run_server(settings)

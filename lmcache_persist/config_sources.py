@@ -1,0 +1,127 @@
+"""Where settings come from: flags, environment, YAML file. Names are checked, values stay text."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from lmcache_persist.errors import ConfigError
+
+ENV_PREFIX: Final = "LMCACHE_PERSIST_"
+OTHER_VARIABLES: Final = frozenset({"LMCACHE_PERSIST_FAILPOINTS", "LMCACHE_PERSIST_TEST_SEED"})
+"""Variables with our prefix that are no settings."""
+
+CONFIG_NAME: Final = "config"
+"""The name of the flag and variable that say where the file is; no key of the file."""
+
+PATH_NAMES: Final = frozenset({"data_dir", "pool_dir", CONFIG_NAME})
+MAX_CONFIG_FILE_BYTES: Final = 64 << 10
+
+Given = dict[str, tuple[str, str]]
+"""By setting name: the text, and where it came from."""
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def unknown_name(what: str, name: str, valid: Sequence[str]) -> ConfigError:
+    """The refusal of a name, with the nearest valid one."""
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+    return ConfigError(
+        f"{what} {name!r} is unknown, expected one of ours",
+        hint=f"did you mean {nearest[0]}? all: {', '.join(valid)}",
+    )
+
+
+def read_flags(flags: Mapping[str, str | bool | None], names: Sequence[str]) -> Given:
+    """What was typed; relative paths are taken from the current folder.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    given: Given = {}
+    for name, value in flags.items():
+        if name != CONFIG_NAME and name not in names:
+            raise unknown_name("setting", name, [*names, CONFIG_NAME])
+        if value is None:
+            continue
+        text = ("true" if value else "false") if isinstance(value, bool) else value
+        if text and name in PATH_NAMES and not text.startswith("~"):
+            text = os.path.abspath(text)
+        given[name] = (text, "--" + name.replace("_", "-"))
+    return given
+
+
+def read_environment(env: Mapping[str, str], names: Sequence[str]) -> Given:
+    """What the environment says under our prefix.
+
+    Raises:
+        ConfigError: a variable is unknown, also one that differs in case only.
+    """
+    by_variable = {variable_of(name): name for name in (*names, CONFIG_NAME)}
+    given: Given = {}
+    for variable in sorted(env):
+        if not variable.upper().startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable not in by_variable:
+            raise unknown_name("variable", variable, list(by_variable))
+        given[by_variable[variable]] = (env[variable], variable)
+    return given
+
+
+def read_file(path: Path, names: Sequence[str]) -> Given:
+    """What a YAML file says; names may be spelt with ``-`` for ``_``.
+
+    Raises:
+        ConfigError: it cannot be read, is no mapping of scalars, or a name is unknown or
+            given twice.
+    """
+    given: Given = {}
+    for key, text in _yaml_pairs(path):
+        name = key.replace("-", "_")
+        if name not in names:
+            raise unknown_name(f"setting in {path}", key, names)
+        if name in given:
+            raise ConfigError(f"{name} is given twice in {path}, expected once")
+        given[name] = (text, str(path))
+    return given
+
+
+def _yaml_pairs(path: Path) -> list[tuple[str, str]]:
+    """Key and text of each entry of a YAML mapping of scalars, in order, repeated ones too."""
+    import yaml  # only here: most starts have no file
+
+    try:
+        raw = _read_bounded(path)
+        # Nodes, not values: they keep every scalar as it was written.
+        root = yaml.compose(raw, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        one_line = " ".join(str(error).split())
+        raise ConfigError(f"config file {path} is no YAML: {one_line}") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"config file {path} holds no mapping, expected lines 'name: value'")
+    pairs = []
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            raise ConfigError(f"line {line} of {path} is no plain 'name: value'")
+        is_null = value.tag == "tag:yaml.org,2002:null"
+        pairs.append((str(key.value), "" if is_null else str(value.value)))
+    return pairs
+
+
+def _read_bounded(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        raw = file.read(MAX_CONFIG_FILE_BYTES + 1)
+    if len(raw) > MAX_CONFIG_FILE_BYTES:
+        raise ConfigError(f"config file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
+    return raw

@@ -1,0 +1,412 @@
+"""The engine-neutral client of a cache server.
+
+One I/O thread per client owns the socket. Calls of the data path never wait for the
+network: they hand a message to that thread and give back a future or a handle, which
+always completes, within a bounded time, with a result or a typed error. Without a server
+they fail at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.connector import calls, replies
+from lmcache_persist.connector.link import BindWish, Link, RegisterWish
+from lmcache_persist.connector.lookups import LookupHandle
+from lmcache_persist.connector.options import ClientOptions
+from lmcache_persist.connector.pool_map import PoolMap
+from lmcache_persist.connector.results import BindOutcome, Change, Registration
+from lmcache_persist.connector.session import Session
+from lmcache_persist.endpoint import parse_endpoint
+from lmcache_persist.errors import MalformedMessage, PersistError, RequestTimeout
+from lmcache_persist.geometry import Group
+from lmcache_persist.protocol import (
+    MAX_WAIT_MS,
+    BindReply,
+    Commit,
+    Committed,
+    Done,
+    Flush,
+    Flushed,
+    GiveBack,
+    JsonReply,
+    NotYet,
+    Ping,
+    Registered,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    Stats,
+)
+
+_R = TypeVar("_R")
+KINDS = ("scheduler", "worker", "client", "cli")
+"""Who a client can be. All but ``cli`` take a client lock; ``worker`` and ``client`` also map
+the pool."""
+
+
+class CacheClient:
+    """A connection to one cache server that looks after itself.
+
+    It says hello, sends heartbeats, notices another server behind the same address, and
+    then binds and registers again what it bound and registered before.
+
+    Args:
+        server: its endpoint, see :func:`lmcache_persist.endpoint.parse_endpoint`.
+        kind: one of :data:`KINDS`.
+        label: who this is, for people.
+        options: times and bounds.
+
+    Raises:
+        ConfigError: the endpoint or an option cannot be.
+
+    Threads: every method may be called by any thread of the process that made the
+        client, except the waiting ones (those with ``timeout_s``) inside an
+        :meth:`on_change` callback. A forked child must make its own: using its parent's
+        is a ``RuntimeError``.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        kind: str,
+        label: str = "",
+        options: ClientOptions | None = None,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+        self.options = options or ClientOptions()
+        self.endpoint = parse_endpoint(server, what="server")
+        self._pid = os.getpid()
+        self._last_seq = 0
+        self._seq_lock = threading.Lock()
+        self._session = Session(self.endpoint, kind, label[:256], self.options)
+        self._session.start()
+
+    # -- state ---------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether a server answers (it may still have refused the bind: :attr:`cold`)."""
+        return self._session.link is not None
+
+    @property
+    def breaker_open(self) -> bool:
+        """Whether no server answers: every call fails at once until one does."""
+        return self._session.link is None
+
+    @property
+    def boot_id(self) -> str | None:
+        """The server's, None without one."""
+        link = self._session.link
+        return link.boot if link else None
+
+    @property
+    def binding(self) -> Binding | None:
+        """The server's binding; the last known one while there is no server."""
+        return self._session.binding
+
+    @property
+    def cold(self) -> PersistError | None:
+        """The refusal for which this server serves no lookups and stores, or None."""
+        link = self._session.link
+        return link.cold if link else None
+
+    @property
+    def durable_seq(self) -> int:
+        """How far the present server's disk is, as far as heard."""
+        return self._session.durable_seq
+
+    @property
+    def last_seq(self) -> int:
+        """The highest sequence number that a commit of this client got; 0 for none."""
+        return self._last_seq
+
+    def on_change(self, callback: Callable[[Change], None]) -> None:
+        """Have ``callback`` called after each connection; now too, if there is one already.
+
+        Threads: it runs on the I/O thread, and must be quick and wait for nothing.
+        """
+        self._check_process()
+        self._session.add_listener(callback)
+
+    # -- waiting calls -------------------------------------------------------------------
+
+    def wait_connected(self, timeout_s: float | None = None) -> None:
+        """Wait until a server answers; ``timeout_s`` defaults to the option's.
+
+        Raises:
+            ServerUnreachable: none did; the hint has the command that starts one.
+            ProtocolError, LeaseError: one did, and cannot be worked with.
+        """
+        self._check_caller()
+        limit = self.options.connect_timeout_s if timeout_s is None else timeout_s
+        self._session.wait_link(limit)
+
+    def bind(
+        self,
+        groups: Sequence[Group],
+        *,
+        base: int | None = None,
+        dry_run: bool = False,
+        who: str = "",
+        timeout_s: float | None = None,
+    ) -> BindOutcome:
+        """Negotiate the chunk size.
+
+        Unless ``dry_run``, the groups are remembered, whatever comes of it: after each new
+        connection they are bound again, and until that succeeds the client is cold.
+
+        Raises:
+            GeometryError, BindingError: the server's refusal.
+            ServerUnreachable, RequestTimeout: no answer within ``timeout_s``.
+        """
+        self._check_caller()
+        wish = BindWish(tuple(groups), base, who[:256])
+        if not dry_run:
+            self._session.remember_bind(wish)
+        limit = self.options.connect_timeout_s if timeout_s is None else timeout_s
+        try:
+            reply = calls.ask_again(
+                self._session, lambda link: wish.message(link, dry_run=dry_run), BindReply, limit
+            )
+        except PersistError as error:
+            if not dry_run and not error.retryable:
+                self._session.set_cold(error)
+            raise
+        binding = replies.decode_binding(reply.binding)
+        if binding is None:
+            raise MalformedMessage("bind reply has no binding, expected one")
+        if not dry_run:
+            self._session.set_bound(reply.boot, binding)
+        return BindOutcome(reply.outcome, binding, tuple(reply.warnings))
+
+    def register(self, registration: Registration, *, timeout_s: float | None = None) -> Registered:
+        """Say what a worker runs; remembered and repeated like :meth:`bind`.
+
+        Raises:
+            RegistrationError, BindingError: the server's refusal.
+            ServerUnreachable, RequestTimeout: no answer within ``timeout_s``.
+        """
+        self._check_caller()
+        wish = RegisterWish(registration)
+        self._session.remember_registration(wish)
+        limit = self.options.connect_timeout_s if timeout_s is None else timeout_s
+        try:
+            return calls.ask_again(self._session, wish.message, Registered, limit)
+        except PersistError as error:
+            if not error.retryable:
+                self._session.set_cold(error)
+            raise
+
+    def flush(self, timeout_s: float = 60.0, *, seq: int | None = None) -> int:
+        """Wait until ``seq`` is durable; None is everything committed so far, by anyone.
+
+        Returns:
+            The server's durable sequence number.
+
+        Durable: everything up to the returned number.
+
+        Raises:
+            RequestTimeout: not durable in time.
+            ServerUnreachable, StoreError: as they say.
+        """
+        self._check_caller()
+        deadline = calls.Deadline(timeout_s)
+        while True:
+            wait_ms = min(MAX_WAIT_MS, int(deadline.left() * 1000))
+            reply = calls.ask(
+                self._session,
+                lambda link, ms=wait_ms: Flush(**link.header(), seq=seq, wait_ms=ms),  # type: ignore[misc]
+                (Done, Flushed, NotYet),
+                wait_ms / 1000 + self.options.request_timeout_s,
+            )
+            if isinstance(reply, Done | Flushed):
+                return reply.durable_seq
+            if deadline.over():
+                raise RequestTimeout(
+                    f"flush is at {reply.durable_seq} after {timeout_s:g} s"
+                    f", expected {'all' if seq is None else seq}"
+                )
+
+    def ping(self, timeout_s: float | None = None) -> None:
+        """One round trip. Raises ``TransportError`` without an answer."""
+        self.request(Ping, timeout_s=timeout_s)
+
+    def stats(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The server's numbers. Raises ``TransportError`` without an answer."""
+        reply = self.request(Stats, timeout_s=timeout_s)
+        if not isinstance(reply, JsonReply):
+            raise MalformedMessage(f"stats was answered with {type(reply).__name__}")
+        try:
+            value = json.loads(reply.body)
+        except (ValueError, RecursionError) as error:
+            raise MalformedMessage(f"stats cannot be decoded: {error}") from error
+        if not isinstance(value, dict):
+            raise MalformedMessage(f"stats is a {type(value).__name__}, expected an object")
+        return value
+
+    def request(
+        self, message: Callable[..., Request], *, timeout_s: float | None = None, **fields: Any
+    ) -> Reply:
+        """Send one message and wait.
+
+        Args:
+            message: its type; boot, session and binding are filled in.
+            timeout_s: defaults to the option's.
+            **fields: the message's own.
+
+        Returns:
+            Any reply but an error.
+
+        Raises:
+            PersistError: the server's refusal, or a ``TransportError`` without an answer.
+        """
+        self._check_caller()
+        limit = self.options.request_timeout_s if timeout_s is None else timeout_s
+        reply: Reply = calls.ask(
+            self._session, lambda link: message(**link.header(), **fields), None, limit
+        )
+        return reply
+
+    # -- the data path: never waits ------------------------------------------------------
+
+    def lookup(
+        self, *, engine: str, hashes: Sequence[bytes], num_tokens: int, held_tokens: int = 0
+    ) -> LookupHandle:
+        """Ask which prefix can be restored.
+
+        Args:
+            engine: the registered engine's id.
+            hashes: the prompt's chunk hashes, from its first chunk.
+            num_tokens: length of the prompt.
+            held_tokens: what the engine holds itself.
+
+        Returns:
+            A handle; undecided at first. Without a server it is a miss at once.
+        """
+        self._check_process()
+        handle = LookupHandle(
+            self._session,
+            engine=engine,
+            hashes=hashes,
+            num_tokens=num_tokens,
+            held_tokens=held_tokens,
+        )
+        handle.start()
+        return handle
+
+    def reserve(
+        self, *, engine: str, rank: int, hashes: Sequence[bytes], masks: Sequence[int]
+    ) -> Future[Reserved]:
+        """Ask for slots: per hash for the groups in its mask, on this rank.
+
+        The grants' offsets point into ``pool(reply.boot)`` and are checked against it.
+        """
+        self._check_process()
+        if len(hashes) != len(masks):
+            raise ValueError(f"{len(hashes)} hashes and {len(masks)} masks, expected as many")
+        packed, wanted = b"".join(hashes), list(masks)
+
+        def judge(link: Link, reply: Reserved) -> Reserved:
+            sizes = self._session.object_bytes(engine, rank)
+            return replies.check_grants(reply, wanted, sizes, link.pool_bytes)
+
+        return self._future(
+            lambda link: Reserve(
+                **link.header(), engine=engine, rank=rank, hashes=packed, masks=wanted
+            ),
+            Reserved,
+            judge,
+            late=self._give_back_late,
+        )
+
+    def commit(self, reservations: Sequence[int]) -> Future[Committed]:
+        """The slots of these reservations are written.
+
+        Durable: nothing yet; what has a sequence number up to :attr:`durable_seq` is.
+        """
+        self._check_process()
+        numbers = list(reservations)
+        return self._future(
+            lambda link: Commit(**link.header(), reservations=numbers), Committed, self._note_seq
+        )
+
+    def give_back(self, reservations: Sequence[int]) -> None:
+        """These reservations will not be used. Never fails; said later if need be."""
+        self._check_process()
+        link, numbers = self._session.link, list(reservations)
+        session_id = link.session if link else self._session.last_session_id
+        if numbers:
+            self._session.owe(
+                session_id, lambda now: GiveBack(**now.header(), reservations=numbers)
+            )
+
+    def pool(self, boot_id: str) -> PoolMap | None:
+        """The mapped pool of the server of that boot, None if it was never mapped or is let go."""
+        self._check_process()
+        return self._session.pools.get(boot_id)
+
+    # -- the end -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say bye, end the I/O thread, let the pools go. Repeatable; bounded; quiet in a child."""
+        if os.getpid() == self._pid:
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _future(
+        self,
+        make: Callable[[Link], Request],
+        expected: type[_R],
+        judge: Callable[[Link, _R], _R],
+        late: Callable[[str, Reply], None] | None = None,
+    ) -> Future[_R]:
+        return calls.start(
+            self._session, make, expected, judge, self.options.request_timeout_s, late
+        )
+
+    def _note_seq(self, link: Link, reply: Committed) -> Committed:
+        with self._seq_lock:
+            self._last_seq = max(self._last_seq, reply.seq)
+        return reply
+
+    def _give_back_late(self, session_id: str, reply: Reply) -> None:
+        if isinstance(reply, Reserved) and reply.grants:
+            numbers = [grant.reservation for grant in reply.grants]
+            self._session.owe(
+                session_id, lambda now: GiveBack(**now.header(), reservations=numbers)
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"client was made in process {self._pid} and is used in its forked child"
+                f" {os.getpid()}, expected a client of its own"
+            )
+
+    def _check_caller(self) -> None:
+        self._check_process()
+        if self._session.on_io_thread():
+            raise RuntimeError("a waiting call inside on_change would wait for itself")

@@ -1,0 +1,351 @@
+"""The session with the server: hello, restore, heartbeats, and starting over.
+
+States, all moved on by the I/O thread::
+
+    down --connect--> greeting --welcome, lock, pool, welcome--> restoring
+         --remembered bind and registrations answered--> up (or up and cold: refused)
+    any --connection lost, time-out, other boot id, stale--> down
+
+Callers see only :attr:`Session.link`: an immutable snapshot while up, None otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.connector import replies
+from lmcache_persist.connector.greeting import Greeting
+from lmcache_persist.connector.link import BindWish, Link, RegisterWish
+from lmcache_persist.connector.options import ClientOptions
+from lmcache_persist.connector.pool_map import PoolMaps
+from lmcache_persist.connector.results import Change
+from lmcache_persist.connector.transport import DoneCall, LateCall, Transport
+from lmcache_persist.endpoint import Endpoint
+from lmcache_persist.errors import PersistError, ServerUnreachable, Stale
+from lmcache_persist.protocol import BindReply, Bye, Ping, Reply, Request, encode
+
+log = logging.getLogger(__name__)
+
+_MAX_OWED = 8192
+"""Releases kept for a server that does not answer; beyond it the oldest are forgotten."""
+_REAP_S = 0.25
+_BYE_S = 0.5
+_JOIN_S = 5.0
+
+
+class Session:
+    """The state machine of one client.
+
+    Threads: properties, ``submit``-like calls (:meth:`send`, :meth:`owe`, the ``remember``
+        and ``set`` calls) any; ``on_*`` and names with an underscore the I/O thread.
+    """
+
+    def __init__(self, endpoint: Endpoint, kind: str, label: str, options: ClientOptions) -> None:
+        self.endpoint, self.options = endpoint, options
+        self.pools = PoolMaps(options.pool_idle_s, options.touch_pool)
+        self.link: Link | None = None
+        self.binding: Binding | None = None
+        self.durable_seq = 0
+        self.last_session_id = ""
+        self.trouble: PersistError | None = None
+        self._transport = Transport(endpoint, self, options.max_in_flight)
+        self._greeting = Greeting(self._transport, kind, label, self.pools, options)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._bind_wish: BindWish | None = None
+        self._register_wishes: dict[tuple[str, int], RegisterWish] = {}
+        self._listeners: list[Callable[[Change], None]] = []
+        self._owed: deque[tuple[str, Callable[[Link], Request]]] = deque(maxlen=_MAX_OWED)
+        self._generation = 0
+        self._failures = 0
+        self._up_since = 0.0
+        self._reaping = False
+
+    # -- any thread ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the I/O thread and the first connection."""
+        self._transport.start()
+        self._transport.submit(self._connect, always=True)
+
+    def on_io_thread(self) -> bool:
+        """Whether the caller runs on the I/O thread."""
+        return self._transport.on_io_thread()
+
+    def wait_link(self, timeout_s: float) -> Link:
+        """Wait until up.
+
+        Raises:
+            ServerUnreachable: not within ``timeout_s``.
+            PersistError: a server answers and cannot be worked with.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                link, trouble = self.link, self.trouble
+                if link is not None:
+                    return link
+                # Seen twice: the first may come of a server that is just being replaced.
+                if trouble is not None and not trouble.retryable and self._failures > 1:
+                    raise trouble
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closing:
+                    raise self.unreachable()
+                self._changed.wait(left)
+
+    def unreachable(self) -> ServerUnreachable:
+        """The error for "no server", with what was seen last."""
+        why = f": {self.trouble.message}" if self.trouble else ""
+        listen = "" if self.endpoint.path.endswith("/server.sock") else f" --listen {self.endpoint}"
+        folder = self.endpoint.path.removesuffix("/server.sock") if not listen else "DIR"
+        return ServerUnreachable(
+            f"no server answers at {self.endpoint}{why}",
+            hint=f"start one with: lmcache-persist serve --data-dir {folder}{listen}",
+            endpoint=self.endpoint.url,
+        )
+
+    def send(
+        self,
+        link: Link,
+        body: bytes,
+        timeout_s: float,
+        done: DoneCall,
+        late: LateCall | None = None,
+    ) -> None:
+        """Send an encoded request that was made for ``link``; ``done`` is called once."""
+        if not self._transport.submit(partial(self._send, link, body, timeout_s, done, late)):
+            done(self.unreachable())
+
+    def owe(self, session_id: str, make: Callable[[Link], Request]) -> None:
+        """Say something to the server of that session, now or when it is back; or never."""
+        self._transport.submit(partial(self._owe, session_id, make), always=True)
+
+    def remember_bind(self, wish: BindWish) -> None:
+        """Bind this after every connection from now on."""
+        self._bind_wish = wish
+
+    def remember_registration(self, wish: RegisterWish) -> None:
+        """Register this after every connection from now on."""
+        with self._changed:
+            self._register_wishes = {**self._register_wishes, wish.key: wish}
+
+    def object_bytes(self, engine: str, rank: int) -> tuple[int, ...] | None:
+        """Per group the object sizes that were registered, None if nothing was."""
+        wish = self._register_wishes.get((engine, rank))
+        return tuple(wish.registration.object_bytes) if wish else None
+
+    def set_bound(self, boot: str, binding: Binding) -> None:
+        """The server of that boot agreed to a bind."""
+        with self._changed:
+            if self.link is not None and self.link.boot == boot:
+                self.link = replace(self.link, binding=binding, cold=None)
+                self.binding = binding
+
+    def set_cold(self, error: PersistError) -> None:
+        """The server refused: lookups and stores fail with ``error`` until it agrees."""
+        with self._changed:
+            if self.link is not None:
+                self.link = replace(self.link, cold=error)
+
+    def add_listener(self, callback: Callable[[Change], None]) -> None:
+        """Call ``callback`` on the I/O thread after each connection, and for the present one."""
+        self._transport.submit(partial(self._add_listener, callback), always=True)
+
+    def close(self) -> None:
+        """Say bye and end the thread; bounded, repeatable."""
+        self._closing = True
+        said = threading.Event()
+        if not self.on_io_thread() and self._transport.submit(
+            partial(self._say_bye, said), always=True
+        ):
+            said.wait(_BYE_S)
+        if not self._transport.stop(_JOIN_S):
+            log.warning("the I/O thread of the client of %s did not end", self.endpoint)
+        self.pools.close()
+
+    # -- I/O thread: requests ------------------------------------------------------------
+
+    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+        """Run ``work`` after a while. Threads: the I/O thread only."""
+        self._transport.call_later(delay_s, work)
+
+    def _send(
+        self, link: Link, body: bytes, timeout_s: float, done: DoneCall, late: LateCall | None
+    ) -> None:
+        now = self.link
+        if now is None:
+            done(self.unreachable())
+        elif now.generation != link.generation:
+            done(Stale("the server was connected anew after the request was made"))
+        else:
+            self._transport.request(body, timeout_s, partial(self._judge, link, done), late)
+
+    def _judge(self, link: Link, done: DoneCall, reply: Reply | PersistError) -> None:
+        """Pass a reply on, unless it shows that this is not the server that was greeted."""
+        outcome, lost = replies.judge(link.boot, reply)
+        if not isinstance(outcome, PersistError):
+            self.durable_seq = max(self.durable_seq, outcome.durable_seq)
+        if lost is not None and self.link is not None and self.link.generation == link.generation:
+            self._lose(lost)
+        done(outcome)
+
+    def _owe(self, session_id: str, make: Callable[[Link], Request]) -> None:
+        link = self.link
+        if link is None:
+            self._owed.append((session_id, make))
+        elif link.session == session_id:
+            self._transport.request(
+                encode(make(link)),
+                self.options.request_timeout_s,
+                partial(self._owed_answer, link, (session_id, make)),
+            )
+
+    def _owed_answer(
+        self,
+        link: Link,
+        debt: tuple[str, Callable[[Link], Request]],
+        reply: Reply | PersistError,
+    ) -> None:
+        if isinstance(reply, PersistError) and reply.retryable:
+            self._owed.append(debt)
+        self._judge(link, lambda _: None, reply)
+
+    # -- I/O thread: connection ----------------------------------------------------------
+
+    def _connect(self) -> None:
+        if not self._closing:
+            self._transport.connect(self.options.request_timeout_s)
+
+    def on_connected(self) -> None:
+        """Greet the server."""
+        self._greeting.begin(self.last_session_id, self._greeted)
+
+    def on_lost(self, error: PersistError) -> None:
+        """Down; try again, at once if it had been up for a while."""
+        was_up = self.link is not None
+        with self._changed:
+            self.link, self.trouble = None, error
+            self._changed.notify_all()
+        if self._closing:
+            return
+        if was_up:
+            log.warning("cache server %s is gone: %s", self.endpoint, error.message)
+        self._start_reaping()
+        if was_up and time.monotonic() - self._up_since >= self.options.heartbeat_s:
+            self._failures = 0
+        delay_s = 0.0
+        if self._failures:
+            delay_s = min(
+                self.options.reconnect_max_s,
+                self.options.reconnect_min_s * 2 ** min(self._failures - 1, 16),
+            )
+        self._failures += 1
+        self._transport.call_later(delay_s, self._connect)
+
+    def _lose(self, error: PersistError) -> None:
+        self._transport.drop(ServerUnreachable(f"connection was given up: {error.message}"))
+        self.on_lost(error)
+
+    def _greeted(self, outcome: Link | PersistError) -> None:
+        if isinstance(outcome, PersistError):
+            self._lose(outcome)
+            return
+        wishes: list[BindWish | RegisterWish] = [self._bind_wish] if self._bind_wish else []
+        wishes.extend(self._register_wishes.values())
+        self._restore(outcome, wishes)
+
+    def _restore(self, link: Link, wishes: list[BindWish | RegisterWish]) -> None:
+        """Repeat what is remembered, one after the other; then up."""
+        if not wishes or link.cold is not None:
+            self._go_up(link)
+            return
+
+        def answered(reply: Reply | PersistError) -> None:
+            outcome, lost = replies.judge(link.boot, reply)
+            now = link
+            if isinstance(outcome, BindReply):
+                try:
+                    now = replace(link, binding=replies.decode_binding(outcome.binding))
+                except PersistError as error:
+                    outcome = lost = error
+            if isinstance(outcome, PersistError):
+                lost = lost or (outcome if outcome.retryable else None)
+                now = replace(link, cold=outcome)
+            if lost is not None:
+                self._lose(lost)
+                return
+            self._restore(now, wishes[1:])
+
+        body = encode(wishes[0].message(link))
+        self._transport.request(body, self.options.connect_timeout_s, answered)
+
+    def _go_up(self, link: Link) -> None:
+        self._generation += 1
+        link = replace(link, generation=self._generation)
+        if link.session != self.last_session_id:
+            self._owed.clear()
+            self.durable_seq = 0
+        self._up_since = time.monotonic()
+        with self._changed:
+            self.link, self.trouble, self.binding = link, None, link.binding
+            self.last_session_id = link.session
+            self._changed.notify_all()
+        size = link.binding.chunk_size if link.binding else None
+        log.info("cache server %s: boot %s, chunk size %s", self.endpoint, link.boot, size)
+        if link.cold is not None:
+            log.warning("running cold, cache server %s refuses: %s", self.endpoint, link.cold)
+        owed, self._owed = list(self._owed), deque(maxlen=_MAX_OWED)
+        for session_id, make in owed:
+            self._owe(session_id, make)
+        for callback in self._listeners:
+            self._tell(callback, link)
+        self._start_reaping()
+        self._transport.call_later(self.options.heartbeat_s, partial(self._beat, link.generation))
+
+    def _beat(self, generation: int) -> None:
+        link = self.link
+        if link is None or link.generation != generation:
+            return
+        self._transport.request(
+            encode(Ping(**link.header())),
+            self.options.request_timeout_s,
+            partial(self._judge, link, lambda _: None),
+        )
+        self._transport.call_later(self.options.heartbeat_s, partial(self._beat, generation))
+
+    def _add_listener(self, callback: Callable[[Change], None]) -> None:
+        self._listeners.append(callback)
+        if self.link is not None:
+            self._tell(callback, self.link)
+
+    def _tell(self, callback: Callable[[Change], None], link: Link) -> None:
+        try:
+            callback(Change(link.generation, link.boot, link.binding, link.cold))
+        except Exception:
+            # It is the user's; the connection must not die of it.
+            log.exception("an on_change callback failed")
+
+    def _start_reaping(self) -> None:
+        if not self._reaping:
+            self._reaping = True
+            self._transport.call_later(0, self._reap)
+
+    def _reap(self) -> None:
+        self._reaping = False
+        if self.pools.reap(self.link.boot if self.link else None) and not self._closing:
+            self._reaping = True
+            self._transport.call_later(_REAP_S, self._reap)
+
+    def _say_bye(self, said: threading.Event) -> None:
+        link = self.link
+        if link is None:
+            said.set()
+            return
+        self._transport.request(encode(Bye(**link.header())), _BYE_S, lambda _: said.set())

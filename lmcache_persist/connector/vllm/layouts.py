@@ -1,0 +1,126 @@
+"""How this rank's KV pages lie in memory, read from the registered caches.
+
+Two engines share objects only if their pages hold the same bytes for the same tokens: the
+layout is part of the fingerprint. Block counts and the strides that memory size changes
+stay out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+from lmcache_persist.connector.vllm.kv_geometry import layer_specs
+from lmcache_persist.errors import UnsupportedGroup
+from lmcache_persist.geometry import Group
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache with the engine's blocks as dimension 0.
+
+    Attributes:
+        name: the layer's.
+        cache: ``(num_blocks, ...)``.
+    """
+
+    name: str
+    cache: torch.Tensor
+
+
+def read_layers(
+    kv_caches: Mapping[str, torch.Tensor],
+    config: KVCacheConfig,
+    groups: Sequence[Group],
+) -> list[list[LayerCache]]:
+    """Per group its layers' caches, in the group's order; none for scratch groups.
+
+    Raises:
+        UnsupportedGroup: a layer is not there, or has another number of blocks.
+    """
+    return [
+        [
+            _read_layer(index, name, kv_caches.get(name), config.num_blocks)
+            for name in (spec_group.layer_names if group.cacheable else ())
+        ]
+        for index, (group, spec_group) in enumerate(
+            zip(groups, config.kv_cache_groups, strict=True)
+        )
+    ]
+
+
+def _read_layer(index: int, name: str, cache: Any, num_blocks: int) -> LayerCache:
+    if not isinstance(cache, torch.Tensor):
+        raise UnsupportedGroup(
+            f"layer {name} of group {index} registered {type(cache).__name__}, expected a tensor",
+            group=index,
+        )
+    if cache.shape[0] % num_blocks:
+        raise UnsupportedGroup(
+            f"layer {name} of group {index} has {cache.shape[0]} kernel blocks, expected a"
+            f" multiple of {num_blocks}",
+            group=index,
+        )
+    # A block may be split into kernel blocks; a page is the whole block.
+    grouped = cache if cache.shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
+    return LayerCache(name, grouped)
+
+
+def describe(
+    layers: Sequence[Sequence[LayerCache]],
+    config: KVCacheConfig,
+    groups: Sequence[Group],
+    vllm_config: VllmConfig,
+) -> dict[str, Any]:
+    """The layout as plain JSON, equal wherever pages hold equal bytes for equal tokens."""
+    modules = vllm_config.compilation_config.static_forward_context
+    return {
+        "kv_cache_layout": config.kv_cache_layout,
+        "groups": [
+            {
+                "kind": group.kind.value,
+                "tokens_per_block": group.tokens_per_block,
+                "layers": [
+                    _describe_layer(layer, spec, modules.get(layer.name))
+                    for layer, (_, spec) in zip(members, layer_specs(spec_group), strict=True)
+                ]
+                if group.cacheable
+                else [],
+            }
+            for members, group, spec_group in zip(
+                layers, groups, config.kv_cache_groups, strict=True
+            )
+        ],
+    }
+
+
+def _describe_layer(layer: LayerCache, spec: KVCacheSpec, module: Any) -> dict[str, Any]:
+    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", None),)
+    mode = getattr(spec, "kv_quant_mode", None)
+    return {
+        "name": layer.name,
+        "spec": type(spec).__name__,
+        "kv_heads": getattr(spec, "num_kv_heads", spec.num_heads),
+        "head_sizes": [getattr(spec, "head_size", 0), getattr(spec, "head_size_v", 0)],
+        "dtypes": [str(dtype) for dtype in dtypes],
+        "kv_quant_mode": mode.name if mode is not None else None,
+        "stored_dtype": str(layer.cache.dtype),
+        "block_shape": list(layer.cache.shape[1:]),
+        "block_strides": list(layer.cache.stride()[1:]),
+        "device": layer.cache.device.type,
+        "backend": _backend_name(module),
+        # Hosts with other instructions write other bytes for the same shape and strides.
+        "isa": getattr(module, "isa", None),
+    }
+
+
+def _backend_name(module: Any) -> str | None:
+    backend = getattr(module, "attn_backend", None)
+    if backend is None and module is not None and hasattr(module, "get_attn_backend"):
+        backend = module.get_attn_backend()
+    return backend.get_name() if backend is not None else None

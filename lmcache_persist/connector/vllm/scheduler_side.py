@@ -1,0 +1,354 @@
+"""The scheduler side: hash, look up, decide what workers load and store.
+
+All methods run on vLLM's scheduler thread. None of them waits for the server, but for a
+few milliseconds when the engine has nothing else to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.connector import CacheClient, LookupHandle, LookupResult
+from lmcache_persist.connector.vllm.counters import Counters, logger
+from lmcache_persist.connector.vllm.metadata import (
+    LoadJob,
+    SlotsOfRun,
+    StepMetadata,
+    StoreJob,
+)
+from lmcache_persist.connector.vllm.requests import TrackedRequest, extra_of, unidentified
+from lmcache_persist.connector.vllm.startup import check_expected
+from lmcache_persist.connector.vllm.settings import ConnectorSettings
+from lmcache_persist.errors import PersistError
+from lmcache_persist.geometry import Group, check_compatible
+from lmcache_persist.hashing import ChunkHasher
+
+IDLE_WAIT_S = 0.003
+"""Seconds to wait in an idle step. In process vLLM spins and starves the client's thread."""
+
+
+class SchedulerSide:
+    """Bookkeeping of live requests.
+
+    Args:
+        client: connected, or on its way.
+        groups: the geometry.
+        engine_id: the same as the workers'.
+        settings: the operator's.
+        counters: shared with the connector.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        client: CacheClient,
+        groups: Sequence[Group],
+        engine_id: str,
+        settings: ConnectorSettings,
+        counters: Counters,
+    ) -> None:
+        self._client = client
+        self._groups = tuple(groups)
+        self._engine_id = engine_id
+        self._settings = settings
+        self._counters = counters
+        self._binding: Binding | None = None
+        self._hasher: ChunkHasher | None = None
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._loading: dict[str, tuple[LookupHandle | None, LookupResult | None]] = {}
+        self._new_loads: list[LoadJob] = []
+        self._stopped = ""
+        self.null_block_id = 0
+
+    # ---- binding -------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Neither look up nor store anything from now on."""
+        self._stopped = reason
+        self._forget_hashes()
+        logger.warning("cache: not used from now on: %s", reason)
+
+    def _ready_hasher(self) -> ChunkHasher | None:
+        """The hasher of the binding that holds now; None while there is none for us."""
+        binding = self._client.binding
+        if binding is None or self._stopped:
+            return None
+        if self._binding is None or binding.binding_id != self._binding.binding_id:
+            self._adopt(binding)
+        return self._hasher
+
+    def _adopt(self, binding: Binding) -> None:
+        self._forget_hashes()
+        self._binding = binding
+        try:
+            check_compatible(binding.chunk_size, self._groups)
+            check_expected(self._settings, binding.chunk_size)
+        except PersistError as error:
+            self._hasher = None
+            self._counters.incident("binding_not_usable", error)
+            return
+        self._hasher = ChunkHasher(binding.chunk_size)
+        logger.info("cache: bound to a chunk size of %d tokens", binding.chunk_size)
+
+    def _forget_hashes(self) -> None:
+        """Nothing that was cut by another chunk size may be used; loads go on."""
+        for tracked in self._tracked.values():
+            tracked.drop_lookup()
+            tracked.hashes.clear()
+            tracked.next_store = 0
+            tracked.asked = False
+
+    # ---- lookups -------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Hash the prompt and let the server bring what it has, before there is a slot."""
+        reason = unidentified(request)
+        if reason is not None:
+            self._counters.add(f"requests_not_cached_{reason}")
+            return
+        self._counters.add("requests")
+        tracked = TrackedRequest(request, extra_of(request))
+        self._tracked[request.request_id] = tracked
+        self._look_up(tracked)
+
+    def _look_up(self, tracked: TrackedRequest) -> None:
+        hasher, request = self._ready_hasher(), tracked.request
+        if hasher is None or request.skip_reading_prefix_cache:
+            return
+        # At least one token is left to compute.
+        num_chunks = (request.num_tokens - 1) // hasher.chunk_size
+        if num_chunks == 0:
+            return
+        tracked.asked, tracked.preemptions = True, request.num_preemptions
+        if not self._hash(tracked, hasher, num_chunks):
+            return
+        self._counters.add("lookups")
+        tracked.lookup = self._client.lookup(
+            engine=self._engine_id,
+            hashes=[bytes(one) for one in tracked.hashes[:num_chunks]],
+            num_tokens=request.num_tokens,
+        )
+
+    def _hash(self, tracked: TrackedRequest, hasher: ChunkHasher, num_chunks: int) -> bool:
+        """Have the hashes of the first ``num_chunks`` chunks; False if one cannot be named."""
+        if len(tracked.hashes) >= num_chunks:
+            return True
+        tokens = tracked.request.all_token_ids
+        if hasher.extend(tracked.hashes, tokens, tracked.extra):
+            return len(tracked.hashes) >= num_chunks
+        self._counters.add("requests_not_cached_token")
+        self._tracked.pop(tracked.request.request_id, None)
+        return False
+
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond those; None while that is not decided. O(1)."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not tracked.may_load or self._ready_hasher() is None:
+            return 0
+        tracked.local_tokens = num_computed_tokens
+        if not tracked.asked or request.num_preemptions != tracked.preemptions:
+            tracked.drop_lookup()
+            self._look_up(tracked)
+        if tracked.lookup is None:
+            return 0
+        if tracked.result is None:
+            tracked.result = tracked.lookup.poll()
+            if tracked.result is None:
+                return None
+            self._judge(tracked, tracked.result)
+        # The lease stays although the engine may hold more itself: that may shrink.
+        prefix = tracked.result.tokens if tracked.result is not None else 0
+        return max(0, prefix - num_computed_tokens)
+
+    def _judge(self, tracked: TrackedRequest, result: LookupResult) -> None:
+        """Drop a result that says nothing, or that cannot be true."""
+        if result.error is not None:
+            self._counters.incident("lookups_failed", result.error)
+        chunk_size = self._binding.chunk_size if self._binding is not None else 1
+        prefix = result.tokens
+        if prefix % chunk_size or prefix > min(
+            tracked.request.num_tokens - 1, len(tracked.hashes) * chunk_size
+        ):
+            self._counters.incident(
+                "lookups_failed", f"a prefix of {prefix} tokens was never asked for"
+            )
+            prefix = 0
+        if prefix == 0:
+            tracked.drop_lookup()
+
+    # ---- loads ---------------------------------------------------------------------
+
+    def after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """What the engine decided: load so many tokens, or none."""
+        request_id = request.request_id
+        tracked = self._tracked.get(request_id)
+        if num_external_tokens == 0:
+            if tracked is not None:
+                self._skip_known_chunks(tracked)
+                tracked.drop_lookup()
+            return
+        handle, result = (tracked.lookup, tracked.result) if tracked else (None, None)
+        if tracked is not None:
+            self._skip_known_chunks(tracked)
+            tracked.lookup = tracked.result = None
+        # From here on the lease is the load's, until every rank has reported.
+        self._loading[request_id] = (handle, result)
+        try:
+            job = self._plan_load(request_id, tracked, result, blocks, num_external_tokens)
+        except Exception as error:  # noqa: BLE001 - the engine waits for a report, come what may
+            self._counters.incident("loads_not_planned", repr(error))
+            job = broken_load(request_id, repr(error))
+        self._new_loads.append(job)
+
+    def _skip_known_chunks(self, tracked: TrackedRequest) -> None:
+        if tracked.result is not None and self._binding is not None:
+            known = tracked.result.tokens // self._binding.chunk_size
+            tracked.next_store = max(tracked.next_store, known)
+
+    def _plan_load(
+        self,
+        request_id: str,
+        tracked: TrackedRequest | None,
+        result: LookupResult | None,
+        blocks: Any,
+        num_external_tokens: int,
+    ) -> LoadJob:
+        if tracked is None or result is None or self._binding is None:
+            return broken_load(request_id, "nothing was promised")
+        begin, end = tracked.local_tokens, tracked.local_tokens + num_external_tokens
+        if end != result.tokens:
+            return broken_load(request_id, f"load ends at {end}, promised were {result.tokens}")
+        first_blocks: list[int] = []
+        block_ids: list[tuple[int, ...]] = []
+        for group, ids in zip(self._groups, blocks.get_block_ids(), strict=True):
+            size = group.tokens_per_block
+            if not group.cacheable:
+                first_blocks.append(0)
+                block_ids.append(())
+                continue
+            if begin % size or len(ids) < end // size:
+                return broken_load(request_id, f"blocks {len(ids)} x {size} for [{begin}, {end})")
+            first_blocks.append(begin // size)
+            block_ids.append(tuple(ids[: end // size]))
+        self._counters.add("load_tokens", num_external_tokens)
+        self._counters.add("load_memory_chunks", result.memory_chunks)
+        self._counters.add("load_disk_chunks", result.disk_chunks)
+        return LoadJob(
+            request_id,
+            result.boot_id,
+            self._binding.chunk_size,
+            tuple(
+                SlotsOfRun(run.rank, run.group, run.first_chunk, run.object_bytes,
+                           tuple(run.offsets))
+                for run in result.runs
+            ),
+            tuple(first_blocks),
+            tuple(block_ids),
+            self.null_block_id,
+        )
+
+    def hit_sources(self, request_id: str, num_external_tokens: int) -> tuple[int, int]:
+        """Of a load's tokens, how many came from memory and how many from disk."""
+        _, result = self._loading.get(request_id, (None, None))
+        if result is None or self._binding is None:
+            return num_external_tokens, 0
+        from_disk = min(num_external_tokens, result.disk_chunks * self._binding.chunk_size)
+        return num_external_tokens - from_disk, from_disk
+
+    def loads_finished(self, finished: set[str], failed: set[str]) -> None:
+        """Every rank has reported these loads: their slots may go."""
+        for request_id in finished:
+            handle, _ = self._loading.pop(request_id, (None, None))
+            if handle is not None:
+                handle.release()
+            self._counters.add("loads_failed" if request_id in failed else "loads")
+        for request_id in failed:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.may_load, tracked.next_store = False, 0
+
+    def request_finished(self, request_id: str) -> None:
+        """Forget a request; a load of it that still runs keeps its lease."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            tracked.drop_lookup()
+
+    # ---- steps ---------------------------------------------------------------------
+
+    def build_step(self, scheduler_output: Any) -> StepMetadata:
+        """The step's loads and stores."""
+        step = StepMetadata(loads=self._new_loads)
+        self._new_loads = []
+        try:
+            self._add_stores(step, scheduler_output)
+            if scheduler_output.total_num_scheduled_tokens == 0 and not step.loads:
+                self._wait_for_a_lookup()
+        except Exception as error:  # noqa: BLE001
+            # Loads have been promised and go out whatever happens to stores.
+            step.stores.clear()
+            self._counters.incident("stores_not_planned", repr(error))
+        return step
+
+    def _add_stores(self, step: StepMetadata, scheduler_output: Any) -> None:
+        hasher = self._ready_hasher()
+        if hasher is None or self._binding is None:
+            return
+        step.binding_id = self._binding.binding_id
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            # Draft tokens may be rejected; what is accepted counts in the next step.
+            certain = num_scheduled - len(drafts.get(request_id, ()))
+            computed = tracked.request.num_computed_tokens + certain
+            end = min(computed, self._storable_tokens(tracked.request)) // hasher.chunk_size
+            if end > tracked.next_store and self._hash(tracked, hasher, end):
+                tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                step.stores.extend(self._store_jobs(tracked, tables, end, hasher.chunk_size))
+                tracked.next_store = end
+
+    def _storable_tokens(self, request: Any) -> int:
+        if self._settings.cache_decode:
+            return int(request.num_tokens)
+        return int(min(request.num_tokens, request.num_prompt_tokens))
+
+    def _store_jobs(
+        self,
+        tracked: TrackedRequest,
+        tables: Sequence[Sequence[int]],
+        end: int,
+        chunk_size: int,
+    ) -> list[StoreJob]:
+        """Chunks ``[next_store, end)`` with the groups that hold all of their blocks."""
+        jobs = []
+        for chunk in range(tracked.next_store, end):
+            mask, block_ids = 0, []
+            for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+                ids: tuple[int, ...] = ()
+                if group.cacheable:
+                    per_chunk = chunk_size // group.tokens_per_block
+                    ids = tuple(table[chunk * per_chunk : (chunk + 1) * per_chunk])
+                    if len(ids) < per_chunk or self.null_block_id in ids:
+                        ids = ()
+                if ids:
+                    mask |= 1 << index
+                block_ids.append(ids)
+            if mask:
+                jobs.append(StoreJob(bytes(tracked.hashes[chunk]), mask, tuple(block_ids)))
+        self._counters.add("chunks_offered", len(jobs))
+        return jobs
+
+    def _wait_for_a_lookup(self) -> None:
+        for tracked in self._tracked.values():
+            if tracked.lookup is not None and tracked.result is None:
+                tracked.lookup.wait(IDLE_WAIT_S)
+                return
+
+
+def broken_load(request_id: str, why: str) -> LoadJob:
+    """A load that every rank reports as failed: the engine waits for the report."""
+    return LoadJob(request_id, "", 0, (), (), (), 0, broken=why)

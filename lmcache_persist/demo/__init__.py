@@ -1,0 +1,1 @@
+"""A tiny model, a real engine and a server, started and killed: what a restart leaves of a KV."""

@@ -1,0 +1,90 @@
+"""Named failpoints: inert unless ``LMCACHE_PERSIST_FAILPOINTS`` switches them on.
+
+The variable holds ``name=action`` pairs, separated by commas. Actions:
+
+``kill``
+    SIGKILL to the own process: what a crash at this instruction leaves behind.
+``error``
+    raise ``OSError(EIO)``.
+``kill@N``, ``error@N``
+    the same at the Nth pass only (counted from 1).
+
+Every name that the code passes is listed in :data:`NAMES`; passing or switching on
+another one is an error, so that a test never waits for a point that is not there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+
+from lmcache_persist.errors import ConfigError
+
+NAMES: dict[str, str] = {
+    "bind.before_commit": "the manifest transaction of a bind is written, not committed",
+    "bind.after_commit": "the binding is in the manifest, not yet in the store",
+    "bind.after_stamp": "the store is stamped, the binding not yet in use",
+    "commit.before_write": "a batch of chunks is about to be written",
+    "commit.after_extents": "extents are put, the record is not",
+    "commit.before_sync": "the batch is written, its transaction not committed",
+    "commit.after_sync": "the batch is durable, durable_seq not yet published",
+    "evict.before_sync": "an evicting transaction is written, not committed",
+    "evict.after_sync": "an evicting transaction is durable",
+    "migrate.before_commit": "a schema migration ran, its transaction is not committed",
+}
+"""Every failpoint with what holds at it."""
+
+ENV = "LMCACHE_PERSIST_FAILPOINTS"
+
+_lock = threading.Lock()
+_passes: dict[str, int] = {}
+_active: dict[str, tuple[str, int | None]] = {}
+
+
+def configure(spec: str) -> None:
+    """Switch on the failpoints of ``spec`` (see the module's text) and reset all counts.
+
+    Raises:
+        ConfigError: a name or an action is unknown.
+    """
+    active: dict[str, tuple[str, int | None]] = {}
+    for item in filter(None, (part.strip() for part in spec.split(","))):
+        name, _, action = item.partition("=")
+        verb, _, nth = action.partition("@")
+        if name not in NAMES or verb not in ("kill", "error") or (nth and not nth.isdigit()):
+            raise ConfigError(
+                f"failpoint {item!r} is unknown, expected name=kill|error[@N]",
+                hint=f"names: {', '.join(sorted(NAMES))}",
+            )
+        active[name] = (verb, int(nth) if nth else None)
+    with _lock:
+        _active.clear()
+        _active.update(active)
+        _passes.clear()
+
+
+def hit(name: str) -> None:
+    """Pass the failpoint ``name``.
+
+    Raises:
+        OSError: the point is switched on with ``error``.
+    """
+    if name not in NAMES:
+        raise ValueError(f"failpoint {name!r} is not in NAMES")
+    if not _active:
+        return
+    with _lock:
+        _passes[name] = _passes.get(name, 0) + 1
+        verb, nth = _active.get(name, ("", None))
+        fires = bool(verb) and (nth is None or nth == _passes[name])
+    if not fires:
+        return
+    if verb == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError(errno.EIO, f"failpoint {name}")
+
+
+if os.environ.get(ENV):
+    configure(os.environ[ENV])

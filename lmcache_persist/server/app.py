@@ -1,0 +1,223 @@
+"""A server from start to end.
+
+Order of a start: look at settings and data dir -> lock -> judge what is on disk -> open
+manifest and store -> bind if the size is fixed -> pool -> socket -> ``ready``. Whatever is
+refused is refused before anything was changed. Order of a stop: no more messages -> what
+is committed is written, for a bounded time -> clean marks -> pool removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+
+from lmcache_persist import __version__
+from lmcache_persist.config import Settings
+from lmcache_persist.datadir import (
+    DataDir,
+    DataDirLock,
+    Holder,
+    make_data_dir,
+)
+from lmcache_persist.filesystems import check_file_system
+from lmcache_persist.manifest import BootRow, Manifest
+from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server.binder import fixed_candidate, settle
+from lmcache_persist.server.http import HttpServer
+from lmcache_persist.server.loop import Loop
+from lmcache_persist.server.mailbox import Mailbox
+from lmcache_persist.server.service import Service
+from lmcache_persist.server.state import ServerState, utc_now
+from lmcache_persist.shm import PoolPaths
+from lmcache_persist.store.data_file import kernel_boot_id
+from lmcache_persist.store.lmdb_disk import LmdbDisk
+from lmcache_persist.store.memory import MemoryTier
+from lmcache_persist.store.pool import Pool
+from lmcache_persist.store.sequence import CommitSequence
+from lmcache_persist.store.writer import Outcome, Writer
+
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings) -> int:
+    """Serve a data dir until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0 after a clean stop, 1 if committed chunks had to be given up.
+
+    Raises:
+        StartupRefused: what was found, what was expected, what resolves it; nothing on
+            disk was changed.
+        PersistError: the start failed.
+    """
+    os.umask(0o077)
+    _log_to_stderr(settings.log_level)
+    for line in settings.describe():
+        log.info("setting %s", line)
+    for warning in settings.warnings():
+        log.warning("%s", warning)
+    warning = check_file_system(settings.data_dir, allow_network_fs=settings.allow_network_fs)
+    if warning:
+        log.warning("%s", warning)
+    paths = make_data_dir(settings.data_dir, group_id=settings.group_id)
+    with DataDirLock.acquire(paths.root, group_id=settings.group_id) as lock:
+        crashed = crashes.crashed_last_time(paths)
+        if crashed:
+            log.warning("%s: the last server crashed; checking the store", paths.crash_log)
+        found = recovery.look(paths, deep=crashed, condemned=crashes.keeps_crashing(paths))
+        decision = recovery.decide(found, settings)
+        # From here on things are changed.
+        crash_log = crashes.watch(paths)
+        try:
+            with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
+                return _serve_data_dir(settings, paths, lock, manifest, decision)
+        finally:
+            crashes.unwatch(crash_log)
+
+
+def _serve_data_dir(
+    settings: Settings,
+    paths: DataDir,
+    lock: DataDirLock,
+    manifest: Manifest,
+    decision: recovery.Decision,
+) -> int:
+    disk = recovery.carry_out(decision, paths, settings)
+    try:
+        binding = decision.binding
+        if binding is None and settings.chunk_size is not None:
+            binding = settle(manifest, disk, fixed_candidate(settings, disk))
+            log.info("bound to chunk size %d by --chunk-size", binding.chunk_size)
+        pool = Pool.create(
+            PoolPaths.of(settings.pool_dir, disk.uuid),
+            settings.pool_size_bytes,
+            wait_s=settings.pool_wait_s,
+            group_gid=settings.group_id,
+            on_wait=lambda text: log.warning("%s", text),
+        )
+    except BaseException:
+        disk.close()
+        raise
+    server = Server(settings, paths, lock, manifest, disk, pool)
+    server.state.binding = binding
+    return server.run()
+
+
+class Server:
+    """A running server: assembles the parts, runs the loop, takes it all down again."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        paths: DataDir,
+        lock: DataDirLock,
+        manifest: Manifest,
+        disk: LmdbDisk,
+        pool: Pool,
+    ) -> None:
+        self._settings = settings
+        self._paths = paths
+        self._lock = lock
+        self._http: HttpServer | None = None
+        sequence, mailbox = CommitSequence(), Mailbox()
+
+        def deliver(outcome: Outcome) -> None:
+            mailbox.post(lambda: self.service.written(outcome))
+
+        self.state = ServerState(
+            settings=settings,
+            boot_id=secrets.token_hex(16),
+            manifest=manifest,
+            disk=disk,
+            pool=pool,
+            memory=MemoryTier(pool, sequence),
+            sequence=sequence,
+            mailbox=mailbox,
+            writer=Writer(disk, deliver),
+            binding=None,
+            endpoint=settings.listen,
+            started_at=utc_now(),
+        )
+        self.service = Service(self.state)
+        self.loop = Loop(self.state, self.service.handle)
+
+    def run(self) -> int:
+        """Listen, say ready, serve, stop."""
+        state = self.state
+        clean = False
+        try:
+            state.manifest.start_boot(
+                BootRow(
+                    boot_id=state.boot_id,
+                    started_at=state.started_at,
+                    pid=os.getpid(),
+                    version=__version__,
+                    kernel_boot_id=kernel_boot_id(),
+                )
+            )
+            state.endpoint = self.loop.listen(self._settings.listen)
+            self._socket_mode()
+            self._lock.announce(
+                Holder.of_process(
+                    boot_id=state.boot_id, endpoint=state.endpoint, started_at=state.started_at
+                )
+            )
+            if self._settings.http is not None:
+                self._http = HttpServer(self._settings.http, self.service)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: self.loop.stop())
+            print(f"ready {state.endpoint}", flush=True)
+            self.loop.run()
+            clean = True
+        finally:
+            drained = self._stop(clean=clean)
+        return 0 if drained else 1
+
+    def _socket_mode(self) -> None:
+        if self.state.endpoint.startswith("ipc://"):
+            path = self.state.endpoint.removeprefix("ipc://")
+            gid = self._settings.group_id
+            if gid is not None:
+                os.chown(path, -1, gid)
+            os.chmod(path, 0o600 if gid is None else 0o660)
+
+    def _stop(self, *, clean: bool) -> bool:
+        state, deadline = self.state, time.monotonic() + self._settings.shutdown_timeout_s
+        self.loop.close()
+        if self._http is not None:
+            self._http.close()
+        if state.endpoint.startswith("ipc://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(state.endpoint.removeprefix("ipc://"))
+        state.readers.shutdown(wait=False, cancel_futures=True)
+        drained = state.writer.close(max(0.1, deadline - time.monotonic()))
+        state.clerk.shutdown(wait=True)
+        if not drained:
+            log.error("the disk did not take all committed chunks in time; giving them up")
+            state.manifest.end_boot(state.boot_id, at=utc_now(), clean=False)
+            state.pool.close(remove=True)
+            # The writer hangs in the disk; nothing may close the store under it.
+            sys.stdout.flush()
+            os._exit(1)
+        state.disk.close()
+        state.manifest.end_boot(state.boot_id, at=utc_now(), clean=clean)
+        state.pool.close(remove=True)
+        state.mailbox.close()
+        log.info("stopped")
+        return drained
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+

@@ -1,0 +1,190 @@
+"""The bind: one-shot negotiation of the chunk size (design section 4).
+
+Order of writes: manifest row (the one transaction) -> stamp in the store -> in use. The
+clerk does the first two, one bind after the other, so any number of racing binds sees one
+winner; whoever comes later is judged against it.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from lmcache_persist import geometry, protocol
+from lmcache_persist.binding import MODE_AUTO, MODE_FIXED, Binding
+from lmcache_persist.config import Settings
+from lmcache_persist.errors import (
+    AlignmentTooLarge,
+    BindingError,
+    GeometryError,
+    PersistError,
+    StoreIOError,
+)
+from lmcache_persist.geometry import Group
+from lmcache_persist.manifest import Manifest
+from lmcache_persist.server.state import ServerState, utc_now
+from lmcache_persist.server.wire import Answer, binding_bytes
+from lmcache_persist.store.base import DiskTier
+
+log = logging.getLogger(__name__)
+
+
+def fixed_candidate(settings: Settings, disk: DiskTier) -> Binding:
+    """The binding that ``--chunk-size N`` asks for.
+
+    Raises:
+        AlignmentTooLarge: N is above the maximum.
+    """
+    size = settings.chunk_size
+    if size is None:
+        raise ValueError("settings have no fixed chunk size")
+    geometry.check_base_chunk_size(size)
+    if size > settings.max_chunk_size:
+        raise AlignmentTooLarge(
+            f"--chunk-size is {size}, above the maximum of {settings.max_chunk_size}",
+            hint="choose a smaller one, or raise --max-chunk-size",
+        )
+    return _candidate(disk, size, size, size, MODE_FIXED, "--chunk-size")
+
+
+def _candidate(
+    disk: DiskTier, chunk_size: int, alignment: int, base: int, mode: str, winner: str
+) -> Binding:
+    return Binding.make(
+        chunk_size=chunk_size,
+        required_alignment=alignment,
+        base_chunk_size=base,
+        mode=mode,
+        bound_at=utc_now(),
+        winner=winner,
+        backend=disk.backend,
+        store_uuid=disk.uuid,
+        store_format_version=disk.format_version,
+    )
+
+
+def settle(manifest: Manifest, disk: DiskTier, candidate: Binding) -> Binding:
+    """Bind in manifest and store; returns the binding that holds, whoever won it.
+
+    Durable: both, on return. A crash between the two leaves a row without a stamp, which
+    the next start completes.
+    """
+    binding, _ = manifest.bind(candidate)
+    disk.write_stamp(binding)
+    return binding
+
+
+class Binder:
+    """Answers binds.
+
+    Threads: the loop.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def bind(self, message: protocol.Bind, answer: Answer) -> None:
+        """Bind, find compatible, or refuse."""
+        groups = [spec.group() for spec in message.groups]
+        state = self._state
+        base = message.base or state.settings.base_chunk_size
+        try:
+            if state.binding is not None:
+                answer(self._judge(state.binding, groups))
+                return
+            plan = geometry.plan(groups, base, state.settings.max_chunk_size)
+        except (GeometryError, BindingError) as error:
+            self._refuse(error, message.who, answer)
+            return
+        candidate = _candidate(
+            state.disk, plan.chunk_size, plan.required_alignment, base, MODE_AUTO, message.who
+        )
+        if message.dry_run:
+            answer(
+                protocol.BindReply(
+                    outcome="bound",
+                    binding=binding_bytes(candidate),
+                    warnings=list(plan.warnings),
+                )
+            )
+            return
+        state.run(
+            state.clerk,
+            lambda: settle(state.manifest, state.disk, candidate),
+            lambda done: self._bound(done, candidate, groups, plan.warnings, message, answer),
+        )
+
+    def _bound(
+        self,
+        done: Future[Binding],
+        candidate: Binding,
+        groups: list[Group],
+        warnings: tuple[str, ...],
+        message: protocol.Bind,
+        answer: Answer,
+    ) -> None:
+        try:
+            binding = done.result()
+        except PersistError as error:
+            log.error("bind failed: %s", error)
+            answer(error)
+            return
+        except OSError as error:
+            log.error("bind failed: %s", error)
+            answer(StoreIOError(f"bind failed: {error}", hint="mend the disk, then try again"))
+            return
+        if self._state.binding is None:
+            self._state.binding = binding
+            log.info(
+                "bound to chunk size %d (alignment %d, base %d, mode %s) by %s",
+                binding.chunk_size,
+                binding.required_alignment,
+                binding.base_chunk_size,
+                binding.mode,
+                binding.winner or "a client",
+            )
+        if binding == candidate:
+            for warning in warnings:
+                log.warning("%s", warning)
+            answer(
+                protocol.BindReply(
+                    outcome="bound", binding=binding_bytes(binding), warnings=list(warnings)
+                )
+            )
+            return
+        try:
+            answer(self._judge(binding, groups))
+        except (GeometryError, BindingError) as error:
+            self._refuse(error, message.who, answer)
+
+    def _judge(self, binding: Binding, groups: list[Group]) -> protocol.BindReply:
+        geometry.check_compatible(binding.chunk_size, groups)
+        return protocol.BindReply(outcome="compatible", binding=binding_bytes(binding))
+
+    def _refuse(self, error: PersistError, who: str, answer: Answer) -> None:
+        answer(error)
+        self.record_refusal(error, who)
+
+    def record_refusal(self, error: PersistError, who: str) -> None:
+        """Count and log a refusal; those that name a real model are kept in the manifest.
+
+        A geometry that is nonsense says nothing about a model and leaves no trace on disk.
+        """
+        self._state.counters.rejections += 1
+        log.warning("refused %s: %s", who or "a client", error)
+        if isinstance(error, GeometryError) and not isinstance(error, AlignmentTooLarge):
+            return
+        state, at = self._state, utc_now()
+        state.run(
+            state.clerk,
+            lambda: state.manifest.record_rejection(
+                reason=error.code, detail=error.message, at=at
+            ),
+            _log_failure,
+        )
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("manifest: %s", error)

@@ -1,0 +1,70 @@
+"""The crash log: how one server learns that the one before it died of a signal.
+
+LMDB trusts its own tree pages and aborts, or faults, on broken ones. ``faulthandler``
+writes such a death to ``crash.log``. A log that is not empty makes the next start walk the
+store's pages before it maps them; the third such death in ten minutes condemns the store
+even if its pages look well, so that there is never a crash loop.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import time
+from pathlib import Path
+from typing import TextIO
+
+from lmcache_persist.datadir import DataDir
+
+WINDOW_S = 600.0
+"""Seconds within which crashes add up."""
+LIMIT = 3
+"""Crashes within the window that condemn the store."""
+
+
+def _older(paths: DataDir) -> list[Path]:
+    return [paths.crash_log.with_suffix(f".{age}.log") for age in range(1, LIMIT)]
+
+
+def _died_at(path: Path) -> float | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime if found.st_size else None
+
+
+def crashed_last_time(paths: DataDir) -> bool:
+    """Whether the last server died of a signal that faulthandler saw."""
+    return _died_at(paths.crash_log) is not None
+
+
+def keeps_crashing(paths: DataDir) -> bool:
+    """Whether there were :data:`LIMIT` such deaths within the window."""
+    # Wall clock: the deaths of other processes have no common monotonic one.
+    since = time.time() - WINDOW_S
+    deaths = [_died_at(path) for path in (paths.crash_log, *_older(paths))]
+    return sum(at is not None and at >= since for at in deaths) >= LIMIT
+
+
+def watch(paths: DataDir) -> TextIO:
+    """Start this server's crash log; the last ones are kept under ``crash.N.log``.
+
+    Returns:
+        The open log, for :func:`unwatch`.
+    """
+    if crashed_last_time(paths):
+        chain = [paths.crash_log, *_older(paths)]
+        for newer, older in reversed(list(zip(chain, chain[1:], strict=False))):
+            if newer.exists():
+                os.replace(newer, older)
+    file = open(paths.crash_log, "w", encoding="utf-8")  # noqa: SIM115 - lives with the server
+    os.fchmod(file.fileno(), 0o600)
+    faulthandler.enable(file=file, all_threads=True)
+    return file
+
+
+def unwatch(file: TextIO) -> None:
+    """The inverse of :func:`watch`."""
+    faulthandler.disable()
+    file.close()

@@ -1,0 +1,446 @@
+"""Lookups: decide the restorable prefix, lease it, bring it into slots.
+
+A lookup goes through *finding* (the disk's index is asked for chunks that are not in the
+pool), *waiting* (for room in the pool, holding none), *loading* (slots are reserved, all
+at once, and filled; every digest is checked on the way) and *done*. Only what is verified,
+in the pool and leased is answered, so that a load has nothing left to fail at.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from lmcache_persist import geometry, protocol
+from lmcache_persist.errors import LeaseError, ObjectCorrupt, StoreError
+from lmcache_persist.hashing import ChunkHash
+from lmcache_persist.server.registration import Engine, Registry
+from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, chunk_key
+from lmcache_persist.store.memory import Entry, Slot
+
+log = logging.getLogger(__name__)
+
+MAX_LOOKUPS_PER_SESSION = 4096
+
+Wanted = tuple[ChunkKey, Place]
+
+
+class Phase(Enum):
+    """Where a lookup is."""
+
+    FINDING = auto()
+    WAITING = auto()
+    LOADING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """One lookup of one session."""
+
+    session: Session
+    number: int
+    engine: Engine
+    keys: list[ChunkKey]
+    num_tokens: int
+    held_chunks: int
+    phase: Phase = Phase.FINDING
+    cancelled: bool = False
+    present: list[int] = field(default_factory=list)
+    records: dict[ChunkKey, ChunkRecord] = field(default_factory=dict)
+    leased: list[Entry] = field(default_factory=list)
+    leased_bytes: int = 0
+    pending: set[Wanted] = field(default_factory=set)
+    failed: set[ChunkKey] = field(default_factory=set)
+    from_disk: set[ChunkKey] = field(default_factory=set)
+    prefix_tokens: int = 0
+    result: protocol.Found | None = None
+    answer: Answer | None = None
+
+
+class Lookups:
+    """All lookups of a server.
+
+    Threads: the loop; reads run on the readers.
+    """
+
+    def __init__(self, state: ServerState, registry: Registry) -> None:
+        self._state = state
+        self._registry = registry
+        self._lookups: dict[tuple[str, int], Lookup] = {}
+        self._waiting: deque[Lookup] = deque()
+        self._loading: dict[Wanted, list[Lookup]] = {}
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    # -- messages ----------------------------------------------------------------------
+
+    def lookup(self, session: Session, message: protocol.Lookup, answer: Answer) -> None:
+        """Start a lookup, or poll one; answers when decided or when ``wait_ms`` is over."""
+        known = self._lookups.get((session.token, message.lookup))
+        lookup = known or self._start(session, message)
+        if lookup.result is not None:
+            answer(lookup.result)
+            return
+        if message.wait_ms == 0:
+            answer(protocol.NotYet())
+            return
+        lookup.answer = answer
+        self._state.timers.call_in(message.wait_ms / 1000, lambda: answer(protocol.NotYet()))
+
+    def release(self, session: Session, number: int) -> None:
+        """End a lookup, whatever it is at."""
+        lookup = self._lookups.pop((session.token, number), None)
+        if lookup is None:
+            return
+        session.lookups.discard(number)
+        lookup.cancelled = True
+        self._let_go(lookup)
+        self.retry_waiting()
+
+    def forget_session(self, session: Session) -> None:
+        """A session ended: its leases too."""
+        for number in list(session.lookups):
+            self.release(session, number)
+
+    # -- finding -----------------------------------------------------------------------
+
+    def _start(self, session: Session, message: protocol.Lookup) -> Lookup:
+        if not session.lock:
+            raise LeaseError(
+                "a session without a client lock cannot hold leases",
+                hint="say hello with the client lock first",
+            )
+        if len(session.lookups) >= MAX_LOOKUPS_PER_SESSION:
+            raise LeaseError(f"this session has {MAX_LOOKUPS_PER_SESSION} lookups open already")
+        hashes = protocol.split_hashes(message.hashes)
+        engine = self._registry.get(message.engine)
+        binding = self._state.binding
+        counters = self._state.counters
+        counters.lookups += 1
+        counters.lookup_tokens += message.num_tokens
+        if engine is None or engine.fingerprint is None or binding is None:
+            keys: list[ChunkKey] = []
+            engine = engine or Engine(message.engine, 1, {}, ())
+        else:
+            limit = max(0, message.num_tokens - 1) // binding.chunk_size
+            fingerprint = engine.fingerprint
+            keys = [chunk_key(fingerprint, ChunkHash(h)) for h in hashes[:limit]]
+        held = message.held_tokens // binding.chunk_size if binding else 0
+        lookup = Lookup(session, message.lookup, engine, keys, message.num_tokens, held)
+        self._lookups[session.token, message.lookup] = lookup
+        session.lookups.add(message.lookup)
+        self._find(lookup)
+        return lookup
+
+    def _find(self, lookup: Lookup) -> None:
+        everything = geometry.cacheable_mask(lookup.engine.groups)
+        unknown = [key for key in lookup.keys if self._mask_in_pool(key) != everything]
+        if not unknown:
+            self._found(lookup, [], [])
+            return
+        disk = self._state.disk
+
+        def then(done: Future[list[ChunkRecord | None]]) -> None:
+            try:
+                self._found(lookup, unknown, done.result())
+            except (StoreError, OSError) as error:
+                self._state.counters.read_failures += 1
+                log.warning("disk tier cannot be searched: %s", error)
+                self._found(lookup, [], [])
+
+        self._state.run(self._state.readers, lambda: disk.find(unknown), then)
+
+    def _mask_in_pool(self, key: ChunkKey) -> int:
+        entry = self._state.memory.get(key)
+        return entry.mask() if entry is not None and entry.visible else 0
+
+    def _found(
+        self, lookup: Lookup, keys: Sequence[ChunkKey], records: Sequence[ChunkRecord | None]
+    ) -> None:
+        if lookup.cancelled:
+            return
+        for key, record in zip(keys, records, strict=True):
+            if record is not None:
+                lookup.records[key] = record
+        self._claim(lookup)
+
+    # -- claiming ----------------------------------------------------------------------
+
+    def _claim(self, lookup: Lookup) -> None:
+        """Lease what the longest prefix that fits needs, and start what has to be read."""
+        binding, session = self._state.binding, lookup.session
+        if binding is None or not lookup.keys:
+            self._finish(lookup, 0)
+            return
+        size, groups = binding.chunk_size, lookup.engine.groups
+        lookup.present = [self._mask(lookup, key) for key in lookup.keys]
+        chunk_bytes = max(1, lookup.engine.chunk_pool_bytes)
+        share = self._state.memory.share_bytes
+        share -= session.held_bytes + self._state.memory.reserved_bytes(session.token)
+        room = max(0, share) // chunk_bytes
+        limit = lookup.held_chunks + room
+        prefix = geometry.restorable_prefix(
+            groups, size, lookup.num_tokens, lookup.present, max_chunks=limit
+        )
+        wanted_any = prefix or geometry.restorable_prefix(
+            groups, size, lookup.num_tokens, lookup.present
+        )
+        while prefix > lookup.held_chunks * size:
+            if self._hold(lookup, prefix):
+                return
+            chunks = prefix // size
+            shorter = chunks - max(1, chunks // 8)
+            prefix = geometry.restorable_prefix(
+                groups, size, lookup.num_tokens, lookup.present, max_chunks=shorter
+            )
+        if wanted_any > lookup.held_chunks * size and self._state.memory.in_use():
+            # Something holds the room and will let go of it; wait, holding nothing.
+            lookup.phase = Phase.WAITING
+            self._waiting.append(lookup)
+            return
+        self._finish(lookup, 0)
+
+    def _mask(self, lookup: Lookup, key: ChunkKey) -> int:
+        if key in lookup.failed:
+            return 0
+        return self._mask_in_pool(key) | self._mask_on_disk(lookup, key)
+
+    def _mask_on_disk(self, lookup: Lookup, key: ChunkKey) -> int:
+        record = lookup.records.get(key)
+        if record is None:
+            return 0
+        engine, mask = lookup.engine, 0
+        for index, group in enumerate(engine.groups):
+            # An object of another length than the geometry says is no object.
+            if group.cacheable and all(
+                (stored := record.objects.get(Place(number, index))) is not None
+                and stored.nbytes == rank.object_bytes[index]
+                for number, rank in engine.ranks.items()
+            ):
+                mask |= 1 << index
+        return mask
+
+    def _needs(self, lookup: Lookup, prefix: int) -> dict[ChunkKey, list[Place]]:
+        binding = self._state.binding
+        size = binding.chunk_size if binding else 1
+        needs: dict[ChunkKey, list[Place]] = {}
+        for index, group in enumerate(lookup.engine.groups):
+            for chunk in geometry.chunks_needed(group, prefix, size):
+                if chunk >= lookup.held_chunks:
+                    places = needs.setdefault(lookup.keys[chunk], [])
+                    places.extend(Place(rank, index) for rank in range(lookup.engine.world_size))
+        return needs
+
+    def _hold(self, lookup: Lookup, prefix: int) -> bool:
+        """Lease the chunks of a prefix and allocate what is not in the pool; all or nothing."""
+        memory, engine = self._state.memory, lookup.engine
+        needs = self._needs(lookup, prefix)
+        entries = {key: memory.get(key) for key in needs}
+        for entry in entries.values():
+            if entry is not None:
+                memory.lease(entry)
+        absent: list[tuple[ChunkKey, Place, int]] = [
+            (key, place, engine.ranks[place.rank].object_bytes[place.group])
+            for key, places in needs.items()
+            for place in places
+            if (entry := entries[key]) is None or place not in entry.slots
+        ]
+        offsets = memory.allocate([nbytes for _, _, nbytes in absent])
+        if offsets is None:
+            for entry in entries.values():
+                if entry is not None:
+                    memory.unlease(entry)
+            return False
+        lookup.leased = [entry for entry in entries.values() if entry is not None]
+        to_read: dict[ChunkKey, list[Place]] = {}
+        for (key, place, nbytes), offset in zip(absent, offsets, strict=True):
+            entry = memory.loading(
+                key,
+                engine.world_size,
+                engine.base_mask,
+                self._mask_on_disk(lookup, key),
+                time.monotonic(),
+            )
+            if not entry.leases:
+                memory.lease(entry)
+                lookup.leased.append(entry)
+            entry.slots[place] = Slot(offset, nbytes)
+            to_read.setdefault(key, []).append(place)
+        lookup.leased_bytes = sum(entry.nbytes for entry in lookup.leased)
+        lookup.session.held_bytes += lookup.leased_bytes
+        lookup.prefix_tokens = prefix
+        self._load(lookup, needs, to_read)
+        return True
+
+    # -- loading -----------------------------------------------------------------------
+
+    def _load(
+        self,
+        lookup: Lookup,
+        needs: Mapping[ChunkKey, list[Place]],
+        to_read: Mapping[ChunkKey, list[Place]],
+    ) -> None:
+        memory = self._state.memory
+        lookup.phase = Phase.LOADING
+        for key, places in needs.items():
+            entry = memory.get(key)
+            for place in places:
+                if entry is not None and not entry.slots[place].ready:
+                    lookup.pending.add((key, place))
+                    self._loading.setdefault((key, place), []).append(lookup)
+        for key, places in to_read.items():
+            lookup.from_disk.add(key)
+            self._read(key, places, lookup.records[key])
+        if not lookup.pending:
+            self._loaded(lookup)
+
+    def _read(self, key: ChunkKey, places: list[Place], record: ChunkRecord) -> None:
+        state = self._state
+        entry = state.memory.get(key)
+        if entry is None:
+            raise RuntimeError("a chunk without an entry is being read")
+        state.memory.pin(entry)
+        views = {
+            place: state.pool.view(entry.slots[place].offset, entry.slots[place].nbytes)
+            for place in places
+        }
+        state.run(
+            state.readers,
+            lambda: read_objects(state.disk.read_into, record, views),
+            lambda done: self._read_done(entry, places, done),
+        )
+
+    def _read_done(self, entry: Entry, places: list[Place], done: Future[Read]) -> None:
+        state = self._state
+        outcome = done.result()
+        bad = [place for place in places if place not in outcome.good]
+        for place in outcome.good:
+            entry.slots[place].ready = True
+            state.counters.loaded_bytes += entry.slots[place].nbytes
+        if outcome.corrupt:
+            state.counters.corrupt_chunks += 1
+            log.warning("chunk %s is corrupt and dropped: %s", entry.key.hex(), outcome.error)
+            state.writer.drop([entry.key])
+        elif outcome.error:
+            state.counters.read_failures += 1
+            log.warning("chunk %s cannot be read: %s", entry.key.hex(), outcome.error)
+        state.memory.load_failed(entry, bad)
+        waiting: dict[int, Lookup] = {}
+        for place in places:
+            for lookup in self._loading.pop((entry.key, place), []):
+                lookup.pending.discard((entry.key, place))
+                if place in bad:
+                    lookup.failed.add(entry.key)
+                waiting[id(lookup)] = lookup
+        state.memory.unpin(entry)
+        for lookup in waiting.values():
+            if not lookup.pending and not lookup.cancelled:
+                self._loaded(lookup)
+        self.retry_waiting()
+
+    def _loaded(self, lookup: Lookup) -> None:
+        if lookup.failed.intersection(lookup.keys[: self._chunks(lookup)]):
+            # Something that was found could not be read: what is left decides anew.
+            self._let_go(lookup)
+            self._claim(lookup)
+            return
+        self._finish(lookup, lookup.prefix_tokens)
+
+    def _chunks(self, lookup: Lookup) -> int:
+        binding = self._state.binding
+        return lookup.prefix_tokens // binding.chunk_size if binding else 0
+
+    def _let_go(self, lookup: Lookup) -> None:
+        lookup.session.held_bytes -= lookup.leased_bytes
+        lookup.leased_bytes = 0
+        leased, lookup.leased = lookup.leased, []
+        lookup.from_disk.clear()
+        # From tail to head, so that the head is the most recently used.
+        for entry in reversed(leased):
+            self._state.memory.unlease(entry)
+
+    # -- answering ---------------------------------------------------------------------
+
+    def _finish(self, lookup: Lookup, prefix: int) -> None:
+        lookup.phase = Phase.DONE
+        lookup.prefix_tokens = prefix
+        needs = self._needs(lookup, prefix) if prefix else {}
+        disk_chunks = len(lookup.from_disk.intersection(needs))
+        lookup.result = protocol.Found(
+            tokens=prefix,
+            runs=self._runs(lookup, prefix) if prefix else [],
+            memory_chunks=len(needs) - disk_chunks,
+            disk_chunks=disk_chunks,
+        )
+        counters = self._state.counters
+        counters.hit_tokens += prefix
+        counters.memory_hit_chunks += len(needs) - disk_chunks
+        counters.disk_hit_chunks += disk_chunks
+        if needs:
+            self._state.writer.touch(lookup.keys[: self._chunks(lookup)])
+        if lookup.answer is not None:
+            lookup.answer(lookup.result)
+            lookup.answer = None
+
+    def _runs(self, lookup: Lookup, prefix: int) -> list[protocol.SlotRun]:
+        binding, memory = self._state.binding, self._state.memory
+        size = binding.chunk_size if binding else 1
+        runs = []
+        for index, group in enumerate(lookup.engine.groups):
+            needed = geometry.chunks_needed(group, prefix, size)
+            first = max(needed.first, lookup.held_chunks)
+            entries = [memory.get(lookup.keys[chunk]) for chunk in range(first, needed.end)]
+            if not entries:
+                continue
+            for number, rank in sorted(lookup.engine.ranks.items()):
+                place = Place(number, index)
+                offsets = [entry.slots[place].offset for entry in entries if entry is not None]
+                runs.append(
+                    protocol.SlotRun(number, index, first, rank.object_bytes[index], offsets)
+                )
+        return runs
+
+    def retry_waiting(self) -> None:
+        """Something let go of room: lookups that wait try again, in order of arrival."""
+        for _ in range(len(self._waiting)):
+            lookup = self._waiting.popleft()
+            if not lookup.cancelled:
+                self._claim(lookup)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What reading one chunk's objects gave."""
+
+    good: set[Place]
+    corrupt: bool = False
+    error: str = ""
+
+
+def read_objects(
+    read_into: Callable[[ChunkRecord, Place, memoryview], bool],
+    record: ChunkRecord,
+    views: Mapping[Place, memoryview],
+) -> Read:
+    """Read and verify objects of one chunk; never raises for a disk's sake."""
+    good: set[Place] = set()
+    for place, view in views.items():
+        try:
+            if not read_into(record, place, view):
+                return Read(good)
+        except ObjectCorrupt as error:
+            return Read(good, True, str(error))
+        except (StoreError, OSError) as error:
+            return Read(good, False, str(error))
+        good.add(place)
+    return Read(good)

@@ -1,0 +1,165 @@
+"""The ROUTER loop: the one thread that owns all of a server's state.
+
+Frames come in, are decoded, handled, answered; answers may also come later. Nothing a
+client sends ends the loop: a bad message is answered with an error, or dropped if it has
+no request id to answer to. Sends never wait: a client that does not read loses answers
+and asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import zmq
+
+from lmcache_persist import protocol
+from lmcache_persist.errors import ConfigError, PersistError, ProtocolError
+from lmcache_persist.server.mailbox import Mailbox
+from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.wire import Answer, error_reply
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_TURN = 64
+HIGH_WATER_MARK = 4096
+POLL_S = 1.0
+LOG_EVERY_S = 30.0
+
+
+class Loop:
+    """The server's socket and event loop.
+
+    Args:
+        state: the server's.
+        handle: called with each decoded message and the way to answer it.
+
+    Threads: one, but ``stop``, which any thread or signal handler may call.
+    """
+
+    def __init__(
+        self, state: ServerState, handle: Callable[[protocol.Request, Answer], None]
+    ) -> None:
+        self._state = state
+        self._handle = handle
+        self._mailbox: Mailbox = state.mailbox
+        self._running = True
+        self._last_log_s = -LOG_EVERY_S
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.IPV6, 1)
+
+    def listen(self, endpoint: str) -> str:
+        """Bind the socket; returns the endpoint with its port.
+
+        Raises:
+            ConfigError: the endpoint cannot be had.
+        """
+        if endpoint.startswith("ipc://"):
+            # The data dir's lock is ours, so whatever lies here is a dead server's.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(endpoint.removeprefix("ipc://"))
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen at {endpoint}: {error.strerror}", hint="choose another --listen"
+            ) from error
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._mailbox.fd, zmq.POLLIN)
+        while self._running:
+            ready = dict(poller.poll(1000 * self._state.timers.next_in_s(POLL_S)))
+            if self._mailbox.fd in ready:
+                self._guard(self._mailbox.drain)
+            if self._socket in ready:
+                self._receive()
+            self._guard(self._state.timers.run_due)
+
+    def stop(self) -> None:
+        """End :meth:`run` soon."""
+        self._mailbox.post(self._stop)
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def close(self) -> None:
+        """Close the socket; what is unsent is dropped."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _receive(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._guard(lambda: self._message(frames))  # noqa: B023 - called now
+
+    def _message(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != protocol.REQUEST_ID_BYTES:
+            self._bad(f"message of {len(frames)} frames dropped, expected an id and a body")
+            return
+        answer = self._answer_to(frames[0], frames[1])
+        try:
+            message = protocol.decode_request(frames[2])
+        except ProtocolError as error:
+            self._bad(str(error))
+            answer(error)
+            return
+        try:
+            self._handle(message, answer)
+        except Exception:
+            # A defect of ours must not leave the client waiting.
+            answer(PersistError("the server failed on this message; see its log"))
+            raise
+
+    def _bad(self, text: str) -> None:
+        self._state.counters.bad_messages += 1
+        now = time.monotonic()
+        if now - self._last_log_s >= LOG_EVERY_S:
+            self._last_log_s = now
+            log.warning("bad message (%d so far): %s", self._state.counters.bad_messages, text)
+
+    def _answer_to(self, peer: bytes, request_id: bytes) -> Answer:
+        open_ = True
+
+        def answer(reply: protocol.Reply | PersistError) -> None:
+            nonlocal open_
+            if open_:
+                open_ = False
+                self._send(peer, request_id, reply)
+
+        return answer
+
+    def _send(self, peer: bytes, request_id: bytes, reply: protocol.Reply | PersistError) -> None:
+        if isinstance(reply, PersistError):
+            reply = error_reply(reply)
+        body = protocol.encode_reply(
+            reply, self._state.boot_id, self._state.sequence.durable_seq
+        )
+        try:
+            self._socket.send_multipart([peer, request_id, body], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            # The peer is gone or does not read: it will ask again, or never.
+            self._state.counters.undeliverable += 1
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run ``action``; a defect of ours costs this message, not the server."""
+        try:
+            action()
+        except Exception:  # the loop's last line: logged with its traceback, counted
+            self._state.counters.bad_messages += 1
+            log.exception("defect in the server; please report it")

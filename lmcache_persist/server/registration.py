@@ -1,0 +1,230 @@
+"""Registered engines: what each rank runs, and the fingerprint once all ranks are there.
+
+Until then, and after a rank died, lookups of the engine miss. Ranks must agree on
+everything but their layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_persist import geometry, identity, protocol
+from lmcache_persist.errors import (
+    ChunkTooLarge,
+    IdentityMismatch,
+    PersistError,
+    RegistrationError,
+    Unbound,
+)
+from lmcache_persist.geometry import Group
+from lmcache_persist.identity import Fingerprint
+from lmcache_persist.server.binder import Binder
+from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.state import ServerState, utc_now
+from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.allocator import slot_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_ENGINES = 1024
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one worker registered."""
+
+    session: str
+    layout: dict[str, Any]
+    object_bytes: list[int]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine: common facts, and the ranks that are there.
+
+    Attributes:
+        fingerprint: empty until all ranks are there.
+        base_mask: groups that every complete chunk has.
+    """
+
+    name: str
+    world_size: int
+    identity: dict[str, Any]
+    groups: tuple[Group, ...]
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    base_mask: int = 0
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that have not registered."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
+    @property
+    def chunk_pool_bytes(self) -> int:
+        """Pool bytes of one chunk over the groups and ranks known so far."""
+        return sum(
+            slot_bytes(nbytes) for rank in self.ranks.values() for nbytes in rank.object_bytes
+        )
+
+
+class Registry:
+    """The engines of a server.
+
+    Threads: the loop.
+    """
+
+    def __init__(self, state: ServerState, binder: Binder) -> None:
+        self._state = state
+        self._binder = binder
+        self._engines: dict[str, Engine] = {}
+
+    def all(self) -> list[Engine]:
+        """The engines, for reports."""
+        return list(self._engines.values())
+
+    def get(self, name: str) -> Engine | None:
+        """An engine by its id, complete or not."""
+        return self._engines.get(name)
+
+    def register(self, session: Session, message: protocol.Register, answer: Answer) -> None:
+        """Take in one rank; answers with the fingerprint if it was the last one."""
+        try:
+            engine = self._admit(session, message)
+        except PersistError as error:
+            answer(error)
+            self._binder.record_refusal(error, message.engine)
+            return
+        answer(
+            protocol.Registered(
+                fingerprint=engine.fingerprint or "", missing_ranks=engine.missing_ranks
+            )
+        )
+
+    def _admit(self, session: Session, message: protocol.Register) -> Engine:
+        binding = self._state.binding
+        if binding is None:
+            raise Unbound("register before bind", hint="send a bind with the groups first")
+        groups = tuple(spec.group() for spec in message.groups)
+        geometry.check_compatible(binding.chunk_size, groups)
+        _check_numbers(message, groups)
+        claimed = identity.parse_object(message.identity, "identity")
+        identity.check_identity(claimed)
+        rank = Rank(
+            session.token,
+            identity.parse_object(message.layout, "layout"),
+            list(message.object_bytes),
+        )
+        engine = self._engine_for(message, claimed, groups)
+        ranks = {**engine.ranks, message.rank: rank}
+        self._check_size(engine, ranks)
+        engine.ranks = ranks
+        self._engines[engine.name] = engine
+        if not engine.missing_ranks:
+            self._complete(engine)
+        return engine
+
+    def _engine_for(
+        self, message: protocol.Register, claimed: dict[str, Any], groups: tuple[Group, ...]
+    ) -> Engine:
+        known = self._engines.get(message.engine)
+        if known is not None:
+            differs = identity.differing_fields(
+                {"identity": known.identity, "world_size": known.world_size},
+                {"identity": claimed, "world_size": message.world_size},
+            )
+            if known.groups != groups:
+                differs.append("groups")
+            if not differs:
+                return known
+            if set(known.ranks) - {message.rank}:
+                raise IdentityMismatch(
+                    f"rank {message.rank} of engine {message.engine} differs from the other"
+                    f" ranks in {', '.join(differs[:8])}",
+                    hint="all ranks of an engine run one model with one configuration",
+                )
+        elif len(self._engines) >= MAX_ENGINES:
+            raise RegistrationError(f"there are {MAX_ENGINES} engines already")
+        return Engine(
+            message.engine,
+            message.world_size,
+            claimed,
+            groups,
+            base_mask=geometry.always_present_mask(groups) or geometry.cacheable_mask(groups),
+        )
+
+    def _check_size(self, engine: Engine, ranks: dict[int, Rank]) -> None:
+        known = sum(slot_bytes(n) for rank in ranks.values() for n in rank.object_bytes)
+        # Ranks still to come will hardly be smaller: better refused now than by the last.
+        expected = known * engine.world_size // len(ranks)
+        if expected > self._state.memory.share_bytes:
+            raise ChunkTooLarge(
+                f"one chunk over all groups and ranks takes {expected} bytes, more than half of"
+                f" the pool ({self._state.pool.size_bytes} bytes)",
+                hint=f"start the server with --pool-size {2 * expected} or more",
+                chunk_bytes=expected,
+                pool_bytes=self._state.pool.size_bytes,
+            )
+
+    def _complete(self, engine: Engine) -> None:
+        layouts = [engine.ranks[rank].layout for rank in range(engine.world_size)]
+        groups = [group.to_json() for group in engine.groups]
+        engine.fingerprint = identity.fingerprint(engine.identity, groups, layouts)
+        log.info(
+            "engine %s registered: model %s, fingerprint %s, %d rank(s)",
+            engine.name,
+            engine.identity["model"],
+            engine.fingerprint[:12],
+            engine.world_size,
+        )
+        state, at, fingerprint = self._state, utc_now(), engine.fingerprint
+        alignment = geometry.required_alignment(engine.groups)
+        state.run(
+            state.clerk,
+            lambda: state.manifest.record_model(
+                fingerprint=fingerprint,
+                name=str(engine.identity["model"]),
+                identity=engine.identity,
+                groups=groups,
+                layouts=layouts,
+                required_alignment=alignment,
+                at=at,
+            ),
+            _log_failure,
+        )
+
+    def forget_session(self, token: str) -> None:
+        """A worker's session ended: its rank is gone, and the engine incomplete."""
+        for engine in self.all():
+            for number in [n for n, rank in engine.ranks.items() if rank.session == token]:
+                del engine.ranks[number]
+                engine.fingerprint = None
+            if not engine.ranks:
+                del self._engines[engine.name]
+
+
+def _check_numbers(message: protocol.Register, groups: tuple[Group, ...]) -> None:
+    if message.rank >= message.world_size:
+        raise RegistrationError(
+            f"rank is {message.rank}, expected less than the world size {message.world_size}"
+        )
+    if len(message.object_bytes) != len(groups):
+        raise RegistrationError(
+            f"object_bytes has {len(message.object_bytes)} entries, expected one for each of"
+            f" {len(groups)} groups"
+        )
+    for index, (group, nbytes) in enumerate(zip(groups, message.object_bytes, strict=True)):
+        if group.cacheable != (nbytes > 0):
+            raise RegistrationError(
+                f"group {index} ({group.kind.value}) has objects of {nbytes} bytes, expected"
+                f" {'a positive number' if group.cacheable else '0'}"
+            )
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("manifest: %s", error)

@@ -1,0 +1,189 @@
+"""What each message does: checks the session, hands it to the part that owns the duty."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from lmcache_persist import protocol
+from lmcache_persist.errors import PersistError, StoreIOError
+from lmcache_persist.manifest import SCHEMA_VERSION, ManifestSnapshot
+from lmcache_persist.server.binder import Binder
+from lmcache_persist.server.live_check import LiveCheck
+from lmcache_persist.server.lookups import Lookups
+from lmcache_persist.server.registration import Registry
+from lmcache_persist.server.report import inspect_document
+from lmcache_persist.server.sessions import Session, Sessions
+from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.stores import Stores
+from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.writer import Outcome
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+"""Seconds between looks at client locks and at what rests."""
+
+# Messages that make no sense under another binding than the client believes in. Bind is
+# not among them: it is how a client learns of one.
+_BOUND = (
+    protocol.Register,
+    protocol.Lookup,
+    protocol.Reserve,
+    protocol.Commit,
+)
+
+
+class Service:
+    """All verbs of a server.
+
+    Threads: the loop.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self.sessions = Sessions(state, self._session_ended)
+        self._binder = Binder(state)
+        self.registry = Registry(state, self._binder)
+        self.lookups = Lookups(state, self.registry)
+        self._stores = Stores(state, self.registry, self.lookups.retry_waiting)
+        self._check = LiveCheck(state)
+        self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
+            protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
+            protocol.Register: self.registry.register,
+            protocol.Lookup: self.lookups.lookup,
+            protocol.Release: self._release,
+            protocol.Reserve: lambda s, m, answer: answer(self._stores.reserve(s, m)),
+            protocol.Commit: lambda s, m, answer: answer(self._stores.commit(s, m)),
+            protocol.GiveBack: self._give_back,
+            protocol.Flush: lambda s, m, answer: self._stores.flush(m, answer),
+            protocol.Ping: lambda s, m, answer: answer(protocol.Done()),
+            protocol.Stats: lambda s, m, answer: answer(_json(self.stats())),
+            protocol.AdminInspect: self._inspect,
+            protocol.AdminVerify: lambda s, m, answer: self._check.verify(m, answer),
+            protocol.Bye: self._bye,
+        }
+        self._tick()
+
+    def handle(self, message: protocol.Request, answer: Answer) -> None:
+        """Do what a message asks; every refusal is answered, none is raised."""
+        try:
+            if isinstance(message, protocol.Hello):
+                answer(self.sessions.hello(message))
+                return
+            session = self.sessions.require(message, check_binding=isinstance(message, _BOUND))
+            self._handlers[type(message)](session, message, answer)
+        except PersistError as error:
+            answer(error)
+
+    def written(self, outcome: Outcome) -> None:
+        """The writer finished a batch."""
+        self._stores.written(outcome)
+
+    def _tick(self) -> None:
+        self.sessions.tick()
+        self._stores.tick()
+        self._state.timers.call_in(TICK_S, self._tick)
+
+    def _session_ended(self, session: Session) -> None:
+        self.lookups.forget_session(session)
+        self._state.memory.forget_owner(session.token, time.monotonic())
+        self.registry.forget_session(session.token)
+
+    def _release(self, session: Session, message: protocol.Release, answer: Answer) -> None:
+        self.lookups.release(session, message.lookup)
+        answer(protocol.Done())
+
+    def _give_back(self, session: Session, message: protocol.GiveBack, answer: Answer) -> None:
+        self._stores.give_back(session, message)
+        answer(protocol.Done())
+
+    def _bye(self, session: Session, message: protocol.Bye, answer: Answer) -> None:
+        answer(protocol.Done())
+        self.sessions.end(session)
+
+    # -- numbers -----------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """The server's numbers as plain JSON; names are those of docs/metrics.md."""
+        state = self._state
+        memory = state.memory
+        return {
+            "boot_id": state.boot_id,
+            "endpoint": state.endpoint,
+            "started_at": state.started_at,
+            "chunk_size": state.binding.chunk_size if state.binding else None,
+            "counters": {
+                name: getattr(state.counters, name) for name in state.counters.__slots__
+            },
+            "committed_seq": state.sequence.last,
+            "durable_seq": state.sequence.durable_seq,
+            "pool": {
+                "size_bytes": state.pool.size_bytes,
+                "free_bytes": memory.allocator.free_bytes,
+                "chunks": len(memory),
+                "evictions": memory.evictions,
+                "reservations": memory.reservations,
+            },
+            "sessions": len(self.sessions),
+            "engines": [
+                {
+                    "engine": engine.name,
+                    "model": str(engine.identity.get("model", "")),
+                    "fingerprint": engine.fingerprint,
+                    "missing_ranks": engine.missing_ranks,
+                }
+                for engine in self.registry.all()
+            ],
+            "lookups_open": len(self.lookups),
+            "leased_bytes": sum(session.held_bytes for session in self.sessions.all()),
+            "writer": {
+                "alive": state.writer.alive,
+                "backlog": state.writer.backlog,
+                "failures": state.writer.failures,
+                "last_error": state.writer.last_error,
+            },
+        }
+
+    def _inspect(
+        self, session: Session, message: protocol.AdminInspect, answer: Answer
+    ) -> None:
+        live = self.stats()
+        state = self._state
+
+        def then(done: Future[dict[str, Any]]) -> None:
+            try:
+                answer(_json(done.result()))
+            except PersistError as error:
+                answer(error)
+            except OSError as error:
+                answer(StoreIOError(f"inspect failed: {error}"))
+
+        state.run(state.clerk, lambda: _document(state, live), then)
+
+
+def _json(value: object) -> protocol.JsonReply:
+    return protocol.JsonReply(body=json.dumps(value).encode())
+
+
+def _document(state: ServerState, live: dict[str, Any]) -> dict[str, Any]:
+    """What ``inspect`` shows of a live server: as from files, plus its live numbers."""
+    boots = state.manifest.boots()
+    earlier = [boot for boot in boots if boot.boot_id != state.boot_id]
+    snapshot = ManifestSnapshot(
+        schema_version=SCHEMA_VERSION,
+        binding=state.manifest.binding(),
+        models=state.manifest.models(),
+        rejections=state.manifest.rejections(),
+        boots=boots,
+    )
+    document = inspect_document(
+        snapshot,
+        state.disk.usage(),
+        clean_shutdown=bool(earlier[-1].clean) if earlier else None,
+    )
+    return {**document, "server": live}

@@ -1,0 +1,159 @@
+"""Sessions: who talks to the server, and who is dead.
+
+A session belongs to one client object; several sessions of one process share its client
+lock. A client is attached, then perhaps silent, and dead only when the kernel dropped its
+lock: a quiet or stopped one keeps what it holds. Sessions without a lock (command line
+verbs) can hold nothing and are forgotten after a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lmcache_persist import protocol
+from lmcache_persist.errors import LeaseError, ProtocolError, Stale, UnsupportedVersion
+from lmcache_persist.server.state import ServerState
+from lmcache_persist.shm import client_is_dead
+
+log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 4096
+LOCKLESS_SILENCE_S = 120.0
+
+
+@dataclass(slots=True)
+class Session:
+    """One client.
+
+    Attributes:
+        token: 32 hex digits, named by every message.
+        kind: scheduler, worker, client or cli.
+        label: for people.
+        lock: the client lock's token, empty if it has none.
+        last_seen_s: monotonic.
+        held_bytes: pool bytes of its leases (reservations are counted by the memory tier).
+    """
+
+    token: str
+    kind: str
+    label: str
+    lock: str
+    last_seen_s: float
+    held_bytes: int = 0
+    lookups: set[int] = field(default_factory=set)
+
+
+class Sessions:
+    """All sessions of a server.
+
+    Args:
+        state: the server's.
+        on_end: called with each session that ended, to take back what it held.
+
+    Threads: the loop.
+    """
+
+    def __init__(self, state: ServerState, on_end: Callable[[Session], None]) -> None:
+        self._state = state
+        self._on_end = on_end
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def all(self) -> list[Session]:
+        """The sessions, for reports."""
+        return list(self._sessions.values())
+
+    def hello(self, message: protocol.Hello) -> protocol.Welcome:
+        """Open or renew a session.
+
+        Raises:
+            UnsupportedVersion: no common protocol version; names both sides'.
+            LeaseError: the client lock it names is not held by a living process.
+            ProtocolError: too many sessions.
+        """
+        version = min(message.proto_max, protocol.PROTOCOL_VERSION)
+        if version < max(message.proto_min, protocol.MIN_PROTOCOL_VERSION):
+            raise UnsupportedVersion(
+                f"client speaks protocol {message.proto_min} to {message.proto_max}, this"
+                f" server {protocol.MIN_PROTOCOL_VERSION} to {protocol.PROTOCOL_VERSION}",
+                hint="upgrade the older of the two",
+            )
+        if message.lock and client_is_dead(self._state.pool.paths.client_lock(message.lock)):
+            raise LeaseError(
+                f"client lock {message.lock} is held by no living process",
+                hint="take the lock in the pool's .clients folder before saying hello with it",
+            )
+        session = self._sessions.get(message.session)
+        if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise ProtocolError(f"there are {MAX_SESSIONS} sessions already")
+            session = Session(secrets.token_hex(16), message.kind, message.label, "", 0.0)
+            self._sessions[session.token] = session
+        session.last_seen_s = time.monotonic()
+        session.lock = message.lock or session.lock
+        return self._welcome(session, version)
+
+    def _welcome(self, session: Session, version: int) -> protocol.Welcome:
+        from lmcache_persist import __version__
+        from lmcache_persist.server.wire import binding_bytes
+
+        return protocol.Welcome(
+            proto=version,
+            session=session.token,
+            version=__version__,
+            pool=protocol.PoolInfo(
+                path=str(self._state.pool.paths.pool), size_bytes=self._state.pool.size_bytes
+            ),
+            binding=binding_bytes(self._state.binding),
+        )
+
+    def require(self, message: protocol.Request, *, check_binding: bool) -> Session:
+        """The session of a message.
+
+        Raises:
+            Stale: boot id, session or binding is not the current one.
+        """
+        if isinstance(message, protocol.Hello):
+            raise TypeError("hello opens a session, it has none")
+        session = self._sessions.get(message.session)
+        if message.boot != self._state.boot_id or session is None:
+            raise Stale("message of another boot or session", hint="start over with hello")
+        if check_binding and message.binding != self._state.binding_id:
+            raise Stale(
+                f"message for binding {message.binding or 'none'},"
+                f" this server has {self._state.binding_id or 'none'}",
+                hint="start over with hello",
+            )
+        session.last_seen_s = time.monotonic()
+        return session
+
+    def end(self, session: Session) -> None:
+        """Forget a session and take back what it held."""
+        if self._sessions.pop(session.token, None) is not None:
+            self._on_end(session)
+
+    def tick(self) -> None:
+        """End the sessions of dead clients, and lockless ones that fell silent."""
+        now = time.monotonic()
+        dead_locks: dict[str, bool] = {}
+        for session in self.all():
+            if not session.lock:
+                if now - session.last_seen_s > LOCKLESS_SILENCE_S:
+                    self.end(session)
+                continue
+            if session.lock not in dead_locks:
+                path = self._state.pool.paths.client_lock(session.lock)
+                dead_locks[session.lock] = client_is_dead(path)
+            if dead_locks[session.lock]:
+                log.info("client %s (%s) is gone", session.label or session.token, session.kind)
+                self._state.counters.dead_clients += 1
+                self.end(session)
+        for lock, dead in dead_locks.items():
+            if dead:
+                self._state.pool.paths.client_lock(lock).unlink(missing_ok=True)

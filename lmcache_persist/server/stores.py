@@ -1,0 +1,195 @@
+"""Reserve, commit, give back, flush: the way of an object into the pool and to the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lmcache_persist import protocol
+from lmcache_persist.errors import (
+    LeaseError,
+    MalformedMessage,
+    RegistrationError,
+    SlotNotWritten,
+    Unbound,
+)
+from lmcache_persist.geometry import cacheable_mask
+from lmcache_persist.hashing import ChunkHash
+from lmcache_persist.server.registration import Engine, Registry
+from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.base import ChunkKey, chunk_key
+from lmcache_persist.store.memory import Reservation, Writeable
+from lmcache_persist.store.writer import Outcome, WriteJob
+
+
+class Stores:
+    """The storing half of a server.
+
+    Args:
+        state: the server's.
+        registry: for what the engines are.
+        on_room: called when slots may have become free.
+
+    Threads: the loop.
+    """
+
+    def __init__(
+        self, state: ServerState, registry: Registry, on_room: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._registry = registry
+        self._on_room = on_room
+        self._flushes: list[tuple[int, Answer]] = []
+
+    def reserve(self, session: Session, message: protocol.Reserve) -> protocol.Reserved:
+        """Slots for as many keys as there is room for, in order.
+
+        Raises:
+            LeaseError: the session has no client lock.
+            RegistrationError: the engine's rank is not registered, or a mask is wrong.
+        """
+        engine = self._engine(session, message)
+        hashes = protocol.split_hashes(message.hashes)
+        if len(hashes) != len(message.masks):
+            raise MalformedMessage(f"{len(hashes)} hashes and {len(message.masks)} masks")
+        if engine.fingerprint is None:
+            return protocol.Reserved()
+        known, grants, stored = cacheable_mask(engine.groups), [], []
+        for index, (chunk_hash, mask) in enumerate(zip(hashes, message.masks, strict=True)):
+            if mask & ~known or not mask:
+                raise RegistrationError(f"mask {mask:#x} names groups beyond {known:#x}")
+            key = chunk_key(engine.fingerprint, ChunkHash(chunk_hash))
+            sizes = self._absent(engine, message.rank, key, mask)
+            if not sizes:
+                stored.append(index)
+                continue
+            reservation = self._reserve(session, engine, message.rank, key, sizes)
+            if reservation is None:
+                self._state.counters.reserve_refused += 1
+                continue
+            offsets = [
+                reservation.slots[group].offset if group in reservation.slots else -1
+                for group in range(len(engine.groups))
+                if mask >> group & 1
+            ]
+            grants.append(protocol.Grant(index, reservation.number, offsets))
+        return protocol.Reserved(grants=grants, stored=stored)
+
+    def _engine(self, session: Session, message: protocol.Reserve) -> Engine:
+        if not session.lock:
+            raise LeaseError(
+                "a session without a client lock cannot hold slots",
+                hint="say hello with the client lock first",
+            )
+        if self._state.binding is None:
+            raise Unbound("reserve before bind")
+        engine = self._registry.get(message.engine)
+        rank = engine.ranks.get(message.rank) if engine is not None else None
+        if engine is None or rank is None or rank.session != session.token:
+            raise RegistrationError(
+                f"rank {message.rank} of engine {message.engine} is not registered by this session",
+                hint="register first",
+            )
+        return engine
+
+    def _absent(self, engine: Engine, rank: int, key: ChunkKey, mask: int) -> dict[int, int]:
+        entry = self._state.memory.get(key)
+        have = entry.slots if entry is not None else {}
+        return {
+            group: engine.ranks[rank].object_bytes[group]
+            for group in range(len(engine.groups))
+            if mask >> group & 1 and (rank, group) not in have
+        }
+
+    def _reserve(
+        self, session: Session, engine: Engine, rank: int, key: ChunkKey, sizes: dict[int, int]
+    ) -> Reservation | None:
+        memory = self._state.memory
+        held = session.held_bytes + memory.reserved_bytes(session.token)
+        if held + sum(sizes.values()) > memory.share_bytes:
+            return None
+        return memory.reserve(
+            session.token,
+            key,
+            rank,
+            sizes,
+            engine.world_size,
+            engine.base_mask,
+            time.monotonic(),
+        )
+
+    def commit(self, session: Session, message: protocol.Commit) -> protocol.Committed:
+        """Take over written slots; unknown and unwritten ones are named in ``refused``."""
+        state, refused = self._state, []
+        seq = state.sequence.begin()
+        for number in message.reservations:
+            try:
+                ready = state.memory.commit(session.token, number, seq, time.monotonic())
+            except (LeaseError, SlotNotWritten) as error:
+                refused.append(number)
+                if isinstance(error, SlotNotWritten):
+                    state.counters.not_written += 1
+                continue
+            state.counters.commits += 1
+            if ready is not None:
+                self._write(ready)
+        return protocol.Committed(seq=seq, refused=refused)
+
+    def _write(self, ready: Writeable) -> None:
+        state = self._state
+        objects = {
+            place: state.pool.view(slot.offset, slot.nbytes)
+            for place, slot in ready.entry.slots.items()
+            if ready.mask >> place.group & 1
+        }
+        state.writer.submit(WriteJob(ready.entry.key, objects, ready.entry))
+
+    def give_back(self, session: Session, message: protocol.GiveBack) -> None:
+        """End reservations that are not used."""
+        for number in message.reservations:
+            self._state.memory.give_back(session.token, number)
+        self._on_room()
+
+    def written(self, outcome: Outcome) -> None:
+        """The writer finished a batch: unpin the slots, publish ``durable_seq``."""
+        state = self._state
+        for job, durable in outcome.jobs:
+            if durable:
+                state.counters.stored_bytes += job.nbytes
+            else:
+                state.counters.dropped_chunks += 1
+            state.memory.written(job.token, durable=durable)  # type: ignore[arg-type]
+        state.counters.disk_evictions += len(outcome.evicted)
+        self._answer_flushes()
+        self._on_room()
+
+    def flush(self, message: protocol.Flush, answer: Answer) -> None:
+        """Answer when everything up to ``seq`` is settled, or NotYet after ``wait_ms``."""
+        seq = self._state.sequence.last if message.seq is None else message.seq
+        self._flushes.append((seq, answer))
+        self._state.timers.call_in(message.wait_ms / 1000, lambda: self._give_up(answer))
+        self._answer_flushes()
+
+    def _answer_flushes(self) -> None:
+        durable = self._state.sequence.durable_seq
+        waiting = []
+        for seq, answer in self._flushes:
+            if seq <= durable:
+                answer(protocol.Flushed(dropped_chunks=self._state.counters.dropped_chunks))
+            else:
+                waiting.append((seq, answer))
+        self._flushes = waiting
+
+    def _give_up(self, answer: Answer) -> None:
+        waiting = [item for item in self._flushes if item[1] is not answer]
+        if len(waiting) < len(self._flushes):
+            self._flushes = waiting
+            answer(protocol.NotYet())
+
+    def tick(self) -> None:
+        """Time passed: partial chunks may have been dropped, rested slots are free."""
+        self._state.memory.tick(time.monotonic())
+        self._answer_flushes()
+        self._on_room()

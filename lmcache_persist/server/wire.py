@@ -1,0 +1,28 @@
+"""Turning our values and errors into messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from lmcache_persist import protocol
+from lmcache_persist.binding import Binding
+from lmcache_persist.errors import PersistError
+
+Answer = Callable[["protocol.Reply | PersistError"], None]
+"""How a handler answers, at once or later; a second answer to one request is ignored."""
+
+
+def binding_bytes(binding: Binding | None) -> bytes:
+    """A binding as messages carry it; empty for none."""
+    return json.dumps(binding.to_json()).encode() if binding else b""
+
+
+def error_reply(error: PersistError) -> protocol.ErrorReply:
+    """A refusal as a message."""
+    return protocol.ErrorReply(
+        code=error.code,
+        message=error.message,
+        hint=error.hint or "",
+        fields=json.dumps(error.fields, default=str).encode(),
+    )

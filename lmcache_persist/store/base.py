@@ -1,0 +1,333 @@
+"""The disk tier's interface and the words it speaks in.
+
+A *chunk* is written, found and evicted as a whole; it has one object per :class:`Place`
+(rank and group). One server process owns a disk tier. In it exactly one thread, the
+writer, changes the tier; any thread reads.
+
+What a tier promises:
+
+* what :meth:`DiskTier.write` reports as written is durable and reads back byte for byte
+  until it is reported as evicted or dropped;
+* what it does not report was not written;
+* a read never yields bytes other than those written: altered ones are noticed;
+* order of use, hits and totals survive a restart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, NewType
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.errors import StoreMismatch
+from lmcache_persist.hashing import CHUNK_HASH_BYTES, ChunkHash
+from lmcache_persist.identity import Fingerprint
+from lmcache_persist.store.objects import Place, StoredObject, StoredObjects
+
+__all__ = [
+    "ChunkKey",
+    "ChunkRecord",
+    "ChunkWrite",
+    "DiskTier",
+    "Dropped",
+    "FingerprintUsage",
+    "Place",
+    "StoredObject",
+    "StoredObjects",
+    "Usage",
+    "WriteReport",
+    "check_stamp",
+    "chunk_hash_of",
+    "chunk_key",
+    "fingerprint_of",
+]
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""64 bytes: a model's fingerprint digest (32, raw), then the chunk hash (32)."""
+
+FINGERPRINT_BYTES = 32
+CHUNK_KEY_BYTES = FINGERPRINT_BYTES + CHUNK_HASH_BYTES
+
+
+def chunk_key(fingerprint: Fingerprint, chunk_hash: ChunkHash) -> ChunkKey:
+    """The key of a chunk of a model.
+
+    Raises:
+        ValueError: a part has not the right length.
+    """
+    key = bytes.fromhex(fingerprint) + chunk_hash
+    if len(key) != CHUNK_KEY_BYTES or len(chunk_hash) != CHUNK_HASH_BYTES:
+        raise ValueError(f"chunk key has {len(key)} bytes, expected {CHUNK_KEY_BYTES}")
+    return ChunkKey(key)
+
+
+def fingerprint_of(key: ChunkKey) -> Fingerprint:
+    """The fingerprint in a chunk's key."""
+    return Fingerprint(key[:FINGERPRINT_BYTES].hex())
+
+
+def chunk_hash_of(key: ChunkKey) -> ChunkHash:
+    """The chunk hash in a chunk's key."""
+    return ChunkHash(key[FINGERPRINT_BYTES:])
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """What is known of a stored chunk.
+
+    Attributes:
+        key: its key.
+        binding_id: the binding it was written under.
+        objects: sizes and digests by place.
+        serial: part of its extents' keys; a chunk written again gets another one.
+        order: larger means more recently used.
+        hits: how often it was touched.
+        stored_at: seconds since 1970, of its first write.
+    """
+
+    key: ChunkKey
+    binding_id: str
+    objects: StoredObjects
+    serial: int
+    order: int
+    hits: int
+    stored_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """Objects of one chunk to be written.
+
+    Places that the stored chunk has already are left as they are, absent ones are added;
+    a stored chunk of another binding is replaced.
+
+    Attributes:
+        key: the chunk's key.
+        objects: contents by place, contiguous and not empty. They must not change until
+            the write returns.
+    """
+
+    key: ChunkKey
+    objects: Mapping[Place, memoryview | bytes]
+
+
+class Dropped(NamedTuple):
+    """A chunk that was not written, and why (for a log line)."""
+
+    key: ChunkKey
+    reason: str
+
+
+@dataclass(slots=True)
+class WriteReport:
+    """What a write did.
+
+    Attributes:
+        written: durable now, in the batch's order.
+        dropped: not written.
+        evicted: gone, to make room; may name a chunk of ``written`` of the same call
+            never, of an earlier one always.
+    """
+
+    written: list[ChunkKey] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    evicted: list[ChunkKey] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintUsage:
+    """What one model has in the tier."""
+
+    chunks: int
+    objects: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is in the tier.
+
+    Attributes:
+        chunks, objects, bytes: of the current binding; of all while there is none.
+        capacity_bytes: size of the tier.
+        used_bytes: taken of it, with everything that storing costs; never above it.
+        stale_objects, stale_bytes: of other bindings.
+        by_fingerprint: of the current binding, by model.
+    """
+
+    chunks: int
+    objects: int
+    bytes: int
+    capacity_bytes: int
+    used_bytes: int
+    stale_objects: int
+    stale_bytes: int
+    by_fingerprint: dict[str, FingerprintUsage]
+
+
+def check_stamp(found: Binding | None, wanted: Binding) -> None:
+    """Refuse to stamp over another binding.
+
+    Raises:
+        StoreMismatch: the store has a stamp, and it is not ``wanted``.
+    """
+    if found is not None and found != wanted:
+        raise StoreMismatch(
+            f"the store is stamped with binding {found.binding_id[:12]} (chunk size"
+            f" {found.chunk_size}), expected {wanted.binding_id[:12]} (chunk size"
+            f" {wanted.chunk_size})",
+            found=found.binding_id,
+            expected=wanted.binding_id,
+        )
+
+
+class DiskTier(ABC):
+    """A disk tier. See the module's text for its promises.
+
+    Attributes:
+        backend: the kind of tier, as the manifest records it.
+        uuid: 32 hex digits, given once at creation.
+        format_version: of what is on disk.
+        capacity_bytes: size of the tier.
+    """
+
+    backend: ClassVar[str]
+    uuid: str
+    format_version: int
+    capacity_bytes: int
+
+    @property
+    @abstractmethod
+    def corrupt_found(self) -> int:
+        """Records and objects that were proven bad so far. Threads: any."""
+
+    @abstractmethod
+    def stamp(self) -> Binding | None:
+        """The binding that the store is stamped with. Threads: any."""
+
+    @abstractmethod
+    def write_stamp(self, binding: Binding) -> None:
+        """Stamp the store; the same stamp again changes nothing.
+
+        Durable: the stamp, on return. Threads: writer only.
+
+        Raises:
+            StoreMismatch: there is another stamp.
+            StoreIOError: the disk failed; the stamp is not written.
+        """
+
+    @abstractmethod
+    def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
+        """Write chunks, given in prompt order: of one batch the tail is evicted first.
+
+        Makes room by eviction. A chunk that can never fit is dropped and evicts nothing.
+        Pending touches ride along.
+
+        Durable: everything reported as written, on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; nothing of the transaction in progress was
+                written.
+            StoreDamaged: the store's own structure is broken.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note a use of a prompt's chunks, given head to tail.
+
+        They become the most recently used, the head most of all, so that tails go first.
+        Applied by the next write or :meth:`apply_touches`; a crash forgets what is pending.
+
+        Threads: any.
+        """
+
+    @abstractmethod
+    def apply_touches(self) -> None:
+        """Apply pending touches, and drop the records that reads found bad.
+
+        Durable: the order, on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; the touches are forgotten.
+        """
+
+    @abstractmethod
+    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Remove chunks that are proven bad or unwanted; absent ones are passed over.
+
+        Returns:
+            The keys that were there.
+
+        Durable: the removal, on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def evict(self) -> list[ChunkKey]:
+        """Background eviction: above the high watermark, go towards the low one.
+
+        One bounded transaction; call again until it returns nothing.
+
+        Durable: the eviction, on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; nothing was evicted.
+        """
+
+    @abstractmethod
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
+        """The records of chunks of the current binding; None for absent, stale or bad ones.
+
+        A bad one is counted, and dropped by the writer later. Threads: any.
+
+        Raises:
+            StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+        """Good records of the current binding in the order of keys, from behind ``after``.
+
+        Args:
+            after: a chunk key, or empty for the first.
+            limit: at most so many; fewer mean that the end was reached.
+
+        Threads: any.
+
+        Raises:
+            StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+        """Read one object and verify all of its digests.
+
+        Args:
+            record: from :meth:`find`.
+            place: one of ``record.objects``.
+            buffer: writable, contiguous, exactly the object's length. Its contents are
+                undefined unless True is returned.
+
+        Returns:
+            False if the chunk was evicted since it was found.
+
+        Threads: any.
+
+        Raises:
+            KeyError: the record has no such place.
+            ValueError: the buffer has another length or cannot be written.
+            ObjectCorrupt: the object is proven bad.
+            StoreIOError: the disk failed, which says nothing about the object.
+        """
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """What is in the tier, in time independent of the number of chunks. Threads: any."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Mark the shutdown as clean and close; again is allowed. Threads: writer only."""

@@ -1,0 +1,275 @@
+"""The data file as bytes: size, meta pages, preallocation. Never maps it.
+
+LMDB trusts its own page numbers, so a file that is too short is a SIGBUS once it is
+mapped. What is here looks at a file with plain reads first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_persist.errors import ConfigError, DiskTooSmall, StoreDamaged, StoreIOError
+
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+UNSYNCED_NAME = "unsynced"
+"""Present while commits may not have reached the disk; holds the kernel's boot id."""
+DAMAGED_SUFFIX = ".damaged"
+
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+
+_KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# LMDB 0.9, data format 1, 64 bits: page header (16), then MDB_meta. Source: mdb.c, struct
+# MDB_page and MDB_meta; the layout has been the same since 0.9.0.
+_HEADER = struct.Struct("=QHHHH")
+_META = struct.Struct("=IIQQ48s48sQQ")
+_FLAG_META = 0x08
+_MAGIC = 0xBEEFC0DE
+_DATA_VERSION = 1
+_DB_PAD = struct.Struct("=I")
+
+
+@dataclass(frozen=True, slots=True)
+class MetaPage:
+    """What one of LMDB's two meta pages says.
+
+    Attributes:
+        page_bytes: LMDB's page size.
+        map_bytes: the largest map the file was ever written through; as long as our
+            files are, whatever part of them is used.
+        last_page: number of the last page in use.
+        transaction: the committed transaction's number; the larger one counts.
+    """
+
+    page_bytes: int
+    map_bytes: int
+    last_page: int
+    transaction: int
+
+
+def _decode_meta_page(page: bytes, number: int) -> MetaPage:
+    if len(page) < _HEADER.size + _META.size:
+        raise StoreDamaged(f"meta page {number} is beyond the end of the data file")
+    pgno, _, flags, _, _ = _HEADER.unpack_from(page)
+    magic, version, _, map_bytes, free_db, _, last_page, transaction = _META.unpack_from(
+        page, _HEADER.size
+    )
+    if magic != _MAGIC or not flags & _FLAG_META or pgno != number:
+        raise StoreDamaged(f"meta page {number} of the data file is not one of LMDB's")
+    if version != _DATA_VERSION:
+        raise StoreDamaged(
+            f"the data file has LMDB's data format {version}, expected {_DATA_VERSION}"
+        )
+    return MetaPage(_DB_PAD.unpack_from(free_db)[0], map_bytes, last_page, transaction)
+
+
+def read_meta_page(path: Path) -> MetaPage:
+    """The meta page that counts, after a look at both.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        StoreDamaged: one is not a meta page, or they contradict each other.
+        StoreIOError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            first = _decode_meta_page(file.read(4096), 0)
+            if first.page_bytes not in (4096, 8192, 16384, 32768):
+                raise StoreDamaged(f"the data file has LMDB pages of {first.page_bytes} bytes")
+            file.seek(first.page_bytes)
+            second = _decode_meta_page(file.read(4096), 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreIOError(f"data file {path} cannot be read: {error.strerror}") from error
+    if second.page_bytes != first.page_bytes:
+        raise StoreDamaged("the meta pages of the data file disagree about the page size")
+    return first if first.transaction > second.transaction else second
+
+
+def length_problem(path: Path) -> str | None:
+    """Why the data file must not be mapped; None if it may be.
+
+    Raises:
+        FileNotFoundError, StoreIOError: as :func:`read_meta_page`.
+    """
+    try:
+        meta = read_meta_page(path)
+        found = path.stat().st_size
+    except StoreDamaged as error:
+        return error.message
+    expected = max(meta.map_bytes, (meta.last_page + 1) * meta.page_bytes)
+    if found < expected:
+        return f"the data file has {found} bytes, expected {expected}"
+    return None
+
+
+def check_room(directory: Path, needed_bytes: int) -> None:
+    """Refuse when the file system has less than ``needed_bytes`` free.
+
+    Raises:
+        DiskTooSmall: says both numbers.
+    """
+    stats = os.statvfs(directory)
+    available = stats.f_bavail * stats.f_frsize
+    if available < needed_bytes:
+        raise too_small(directory, needed_bytes, available)
+
+
+def too_small(directory: Path, needed_bytes: int, available_bytes: int) -> DiskTooSmall:
+    """The refusal, with both numbers."""
+    return DiskTooSmall(
+        f"{directory} has {available_bytes} bytes available, expected {needed_bytes} more for"
+        " the store",
+        hint="lower --capacity, or free space",
+        needed=needed_bytes,
+        available=available_bytes,
+    )
+
+
+def preallocate(path: Path, length_bytes: int) -> None:
+    """Give the file all of its blocks, up to ``length_bytes``; never shortens it.
+
+    A full disk shows here, not as a SIGBUS in the middle of a write through the map. A
+    file that could not be extended is cut back to what it was.
+
+    Durable: the file's blocks, length and name, on return.
+
+    Raises:
+        DiskTooSmall: no room; says both numbers.
+        StoreIOError: any other error.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreIOError(f"data file {path} cannot be opened: {error.strerror}") from error
+    try:
+        before = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, 0, length_bytes)
+        except OSError as error:
+            allocated = os.fstat(fd).st_blocks * 512
+            if os.fstat(fd).st_size > before:
+                os.ftruncate(fd, before)
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            stats = os.fstatvfs(fd)
+            raise too_small(
+                path.parent, length_bytes - min(before, allocated), stats.f_bavail * stats.f_frsize
+            ) from error
+        os.fsync(fd)
+    except OSError as error:
+        raise StoreIOError(f"data file {path} cannot be extended: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names in a folder durable.
+
+    Raises:
+        StoreIOError: as said.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StoreIOError(f"folder {directory} cannot be synced: {error.strerror}") from error
+
+
+def check_capacity(path: Path, capacity_bytes: int) -> None:
+    """Refuse a capacity below what an existing data file was made for.
+
+    Raises:
+        ConfigError: says both numbers.
+        StoreDamaged: the meta pages are not readable.
+    """
+    held = read_meta_page(path).map_bytes
+    if capacity_bytes < held:
+        raise ConfigError(
+            f"capacity is {capacity_bytes} bytes, but the store in {path.parent} was made with"
+            f" {held}; a store does not shrink",
+            hint=f"use --capacity {held}, or reset the data dir",
+            found=capacity_bytes,
+            minimum=held,
+        )
+
+
+def kernel_boot_id() -> str:
+    """Which run of the kernel this is; page caches do not outlive one."""
+    try:
+        return _KERNEL_BOOT_ID.read_text().strip()
+    except OSError as error:
+        raise StoreIOError(f"{_KERNEL_BOOT_ID} cannot be read: {error.strerror}") from error
+
+
+def mark_unsynced(directory: Path) -> None:
+    """Note that commits from now on may be lost, and the file broken, by a power loss.
+
+    Durable: the note, on return.
+    """
+    path = directory / UNSYNCED_NAME
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            os.write(fd, kernel_boot_id().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StoreIOError(f"{path} cannot be written: {error.strerror}") from error
+    sync_directory(directory)
+
+
+def clear_unsynced(directory: Path) -> None:
+    """Take the note back; everything is on the disk."""
+    try:
+        (directory / UNSYNCED_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreIOError(f"{directory / UNSYNCED_NAME}: {error.strerror}") from error
+    sync_directory(directory)
+
+
+def lost_power_unsynced(directory: Path) -> bool:
+    """Whether the kernel was started anew while commits may not have reached the disk."""
+    try:
+        noted = (directory / UNSYNCED_NAME).read_text().strip()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StoreIOError(f"{directory / UNSYNCED_NAME}: {error.strerror}") from error
+    return noted != kernel_boot_id()
+
+
+def set_aside(directory: Path) -> Path:
+    """Move a damaged store out of the way; the one set aside before it is deleted.
+
+    Durable: the move, on return. Nobody may have the store open.
+
+    Returns:
+        Where it is now.
+
+    Raises:
+        StoreIOError: as said.
+    """
+    target = directory.with_name(directory.name + DAMAGED_SUFFIX)
+    try:
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(directory, target)
+    except OSError as error:
+        raise StoreIOError(f"{directory} cannot be set aside: {error.strerror}") from error
+    sync_directory(directory.parent)
+    return target

@@ -1,0 +1,385 @@
+"""The disk tier on LMDB.
+
+Order of writes: extents, record, order and totals in one transaction, its sync, and only
+then the report. What a crash leaves is the state before or after a transaction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from lmcache_persist import failpoints
+from lmcache_persist.binding import Binding
+from lmcache_persist.errors import StoreFull
+from lmcache_persist.store import capacity, data_file, lmdb_open
+from lmcache_persist.store import format as fmt
+from lmcache_persist.store.base import (
+    ChunkKey,
+    ChunkRecord,
+    ChunkWrite,
+    DiskTier,
+    Dropped,
+    Place,
+    Usage,
+    WriteReport,
+    check_stamp,
+)
+from lmcache_persist.store.lmdb_errors import mapping_errors
+from lmcache_persist.store.lmdb_open import Databases
+from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.lmdb_txn import StoreTxn
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_TOUCHES = 1 << 16
+"""Chunks. Older pending touches are forgotten; they only order the eviction."""
+
+_ATTEMPTS = 6
+"""Tries to fit a batch, each after evicting twice as much as the one before."""
+
+_READERS_GONE_S = 10.0
+"""Seconds that closing waits for reads in progress."""
+
+_T = TypeVar("_T")
+
+
+class LmdbDisk(DiskTier):
+    """A disk tier in one LMDB environment. Made by :meth:`open`."""
+
+    backend = "lmdb"
+
+    def __init__(
+        self, directory: Path, env: lmdb.Environment, capacity_bytes: int, *, relaxed: bool
+    ) -> None:
+        self.directory = directory
+        self.capacity_bytes = capacity_bytes
+        self.relaxed = relaxed
+        self._env = env
+        self._dbs: Databases = lmdb_open.open_databases(env, create=False)
+        self._writer = threading.RLock()
+        self._closed = False
+        self._touching = threading.Lock()
+        self._touches: dict[ChunkKey, int] = {}  # hits, in the order to apply them
+        self._reader = StoreReader(directory, env, self._dbs)
+        meta = self._reader.meta
+        self.uuid = meta.uuid
+        self.format_version = meta.format_version
+        self.started_clean = meta.clean_shutdown
+        self._stamp = meta.stamp
+        self._budget = self._reader.budget
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        uuid: str | None = None,
+        relaxed: bool = False,
+    ) -> LmdbDisk:
+        """Open the store in ``directory`` for its one server; make it if there is none.
+
+        The caller holds the data dir's lock. The data file has exactly ``capacity_bytes``,
+        all of them allocated.
+
+        Args:
+            directory: the store's own folder.
+            capacity_bytes: a multiple of 4096; may grow from one start to the next.
+            uuid: 32 hex digits for a new store; a present one keeps its own.
+            relaxed: do not sync. Nothing then survives a power loss for certain.
+
+        Durable: a new store, on return.
+
+        Raises:
+            ConfigError: the capacity is too small, or below the present file.
+            DiskTooSmall: the file system lacks room; nothing was made.
+            FormatTooNew: a newer version wrote the store.
+            StoreDamaged: the file must not be mapped.
+            StoreIOError: as said.
+        """
+        capacity.PageBudget.of(capacity_bytes)
+        if not (directory / data_file.DATA_NAME).exists():
+            lmdb_open.create(directory, capacity_bytes, uuid)
+        lmdb_open.prepare(directory, capacity_bytes)
+        if relaxed:
+            data_file.mark_unsynced(directory)
+        env = lmdb_open.open_environment(directory, capacity_bytes, sync=not relaxed)
+        try:
+            disk = cls(directory, env, capacity_bytes, relaxed=relaxed)
+            disk._begin_use()
+        except BaseException:
+            env.close()
+            raise
+        if not relaxed:
+            data_file.clear_unsynced(directory)
+        return disk
+
+    def _begin_use(self) -> None:
+        mode = {"relaxed": self.relaxed, "kernel_boot_id": data_file.kernel_boot_id()}
+        with mapping_errors("the store cannot be opened"):
+            with self._env.begin(write=True) as txn:
+                txn.delete(fmt.META_SHUTDOWN, db=self._dbs.meta)
+                txn.put(fmt.META_MODE, fmt.encode_meta(mode), db=self._dbs.meta)
+            self._env.sync(True)
+
+    def stamp(self) -> Binding | None:
+        """See :meth:`DiskTier.stamp`."""
+        return self._stamp
+
+    def write_stamp(self, binding: Binding) -> None:
+        """See :meth:`DiskTier.write_stamp`."""
+        with self._writer, mapping_errors("the store cannot be stamped"):
+            check_stamp(self._stamp, binding)
+            if self._stamp is None:
+                value = fmt.encode_meta(binding.to_json())
+                with self._env.begin(write=True) as txn:
+                    txn.put(fmt.META_STAMP, value, db=self._dbs.meta)
+                if self.relaxed:
+                    self._env.sync(True)
+                self._stamp = binding
+                self._reader.binding_id = binding.binding_id
+            failpoints.hit("bind.after_stamp")
+
+    @property
+    def _binding_id(self) -> str:
+        return self._stamp.binding_id if self._stamp else fmt.NO_BINDING
+
+    # -- writing: the writer thread --
+
+    def _transact(self, change: Callable[[StoreTxn], _T], before: str = "", after: str = "") -> _T:
+        """Run ``change`` in one transaction and commit it; passes the failpoints named."""
+        with mapping_errors("a write to the store failed"):
+            with self._env.begin(write=True) as txn:
+                changes = StoreTxn(txn, self._dbs, self._binding_id)
+                result = change(changes)
+                changes.finish()
+                if before:
+                    failpoints.hit(before)
+            if after:
+                failpoints.hit(after)
+            return result
+
+    def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
+        """See :meth:`DiskTier.write`; a batch of very many pages takes several transactions."""
+        report = WriteReport()
+        with self._writer:
+            with mapping_errors("a write to the store failed"):
+                failpoints.hit("commit.before_write")
+            self.apply_touches()
+            groups = self._split(batch, report)
+            for group in groups:
+                self._write_group(group, report)
+        return report
+
+    def _split(self, batch: Sequence[ChunkWrite], report: WriteReport) -> list[list[ChunkWrite]]:
+        """Sort out what can never fit; cut the rest by the pages a transaction may take."""
+        groups: list[list[ChunkWrite]] = []
+        pages = 0
+        held = self.find([write.key for write in batch])
+        for write, record in zip(batch, held, strict=True):
+            sizes = {place: memoryview(data).nbytes for place, data in write.objects.items()}
+            if record is not None:
+                sizes |= {place: record.objects.nbytes(place) for place in record.objects}
+            reason = capacity.refusal(sizes, self._budget)
+            if reason:
+                report.dropped.append(Dropped(write.key, reason))
+                continue
+            pages += self._pages(write)
+            if not groups or pages > self._budget.pages_per_transaction:
+                groups.append([])
+                pages = self._pages(write)
+            groups[-1].append(write)
+        return groups
+
+    def _pages(self, write: ChunkWrite) -> int:
+        sizes = {place: memoryview(data).nbytes for place, data in write.objects.items()}
+        return capacity.chunk_pages(sizes, self._budget.page_bytes)
+
+    def _write_group(self, group: list[ChunkWrite], report: WriteReport) -> None:
+        needed = sum(self._pages(write) for write in group)
+        spare = {write.key for write in group}
+        room = self._budget.limit - needed
+        if self._live_pages() > room:
+            self._evict_to(min(room, self._budget.low), spare, report)
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._transact(
+                    lambda txn: self._put_all(txn, group), "commit.before_sync", "commit.after_sync"
+                )
+            except StoreFull:
+                # Freed pages count again after two more transactions, and an extent
+                # needs them in one piece.
+                if attempt:
+                    self._evict_to(self._live_pages() - (needed << attempt), spare, report)
+                self._turn()
+                self._turn()
+            else:
+                report.written += [write.key for write in group]
+                return
+        if len(group) == 1:
+            report.dropped.append(Dropped(group[0].key, "no room, even after eviction"))
+            return
+        for write in group:
+            self._write_group([write], report)
+
+    @staticmethod
+    def _put_all(txn: StoreTxn, group: list[ChunkWrite]) -> None:
+        # The tail of the batch gets the oldest place in the order.
+        base = txn.counters.order
+        txn.counters.order += len(group)
+        for index, write in enumerate(group):
+            txn.put(write, base + len(group) - index)
+
+    def _turn(self) -> None:
+        """An empty transaction, after which LMDB reuses pages freed before it."""
+
+        def count(txn: StoreTxn) -> None:
+            txn.counters.turns += 1
+
+        self._transact(count)
+
+    def _live_pages(self) -> int:
+        with mapping_errors("the store cannot be read"), self._env.begin() as txn:
+            return lmdb_open.live_pages(txn, self._dbs)
+
+    def _evict_to(self, target: int, spare: Collection[ChunkKey], report: WriteReport) -> None:
+        """Evict down to ``target`` pages, in bounded transactions."""
+        while self._live_pages() > target:
+            evicted = self._evict_once(target, spare)
+            if not evicted:
+                break
+            gone = set(evicted)
+            report.evicted += [key for key in evicted if key not in report.written]
+            lost = [key for key in report.written if key in gone]
+            report.dropped += [Dropped(key, "no room beside its own batch") for key in lost]
+            report.written = [key for key in report.written if key not in gone]
+        self._turn()
+
+    def _evict_once(self, target: int, spare: Collection[ChunkKey]) -> list[ChunkKey]:
+        count = self._budget.chunks_per_eviction
+        while True:
+            try:
+                return self._transact(
+                    lambda txn: txn.evict(target, count, spare),  # noqa: B023 - called now
+                    "evict.before_sync",
+                    "evict.after_sync",
+                )
+            except StoreFull:
+                # Only while a slow read keeps pages from being reused.
+                if count == 1:
+                    logger.warning("store %s: no room to evict in", self.directory)
+                    return []
+                count = max(1, count // 8)
+
+    def evict(self) -> list[ChunkKey]:
+        """See :meth:`DiskTier.evict`."""
+        with self._writer:
+            if self._live_pages() <= self._budget.high:
+                return []
+            return self._evict_once(self._budget.low, ())
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`DiskTier.touch`."""
+        with self._touching:
+            for key in reversed(keys):
+                self._touches[key] = self._touches.pop(key, 0) + 1
+            surplus = len(self._touches) - MAX_PENDING_TOUCHES
+            for key in list(itertools.islice(self._touches, max(0, surplus))):
+                del self._touches[key]
+
+    def apply_touches(self) -> None:
+        """See :meth:`DiskTier.apply_touches`; many touches take several transactions."""
+        with self._writer:
+            with self._touching:
+                touches, self._touches = list(self._touches.items()), {}
+            bad = self._reader.take_bad()
+            step = self._budget.chunks_per_eviction
+            for start in range(0, len(touches), step):
+                self._apply(touches[start : start + step], {})
+            if bad:
+                self._apply([], bad)
+
+    def _apply(
+        self, touches: list[tuple[ChunkKey, int]], bad: dict[ChunkKey, int | None]
+    ) -> list[ChunkKey]:
+        def change(txn: StoreTxn) -> list[ChunkKey]:
+            for key, hits in touches:
+                txn.use(key, hits)
+            return [key for key, serial in bad.items() if txn.drop(key, serial)]
+
+        try:
+            return self._transact(change)
+        except StoreFull as error:
+            logger.warning("store %s: touches are forgotten: %s", self.directory, error)
+            return []
+
+    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """See :meth:`DiskTier.drop`; many chunks take several transactions."""
+        with self._writer:
+            dropped: list[ChunkKey] = []
+            step = self._budget.chunks_per_eviction
+            distinct = list(dict.fromkeys(keys))
+            for start in range(0, len(distinct), step):
+                dropped += self._apply([], dict.fromkeys(distinct[start : start + step]))
+            return dropped
+
+    # -- reading: any thread --
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
+        """See :meth:`DiskTier.find`."""
+        return self._reader.find(keys)
+
+    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+        """See :meth:`DiskTier.scan`."""
+        return self._reader.scan(after, limit)
+
+    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+        """See :meth:`DiskTier.read_into`."""
+        return self._reader.read_into(record, place, buffer)
+
+    def usage(self) -> Usage:
+        """See :meth:`DiskTier.usage`."""
+        return self._reader.usage()
+
+    @property
+    def corrupt_found(self) -> int:
+        """See :class:`DiskTier`."""
+        return self._reader.corrupt_found
+
+    def counters(self) -> fmt.Counters:
+        """Numbers that only grow, kept over restarts. Threads: any."""
+        return self._reader.counters()
+
+    def close(self) -> None:
+        """See :meth:`DiskTier.close`.
+
+        Raises:
+            StoreIOError: the clean shutdown could not be marked; it is closed all the same.
+        """
+        with self._writer:
+            if self._closed:
+                return
+            try:
+                self.apply_touches()
+                self._mark_clean()
+            finally:
+                self._closed = True
+                # Unmapping beneath a read is a SIGSEGV, so this waits, or raises.
+                self._reader.close(_READERS_GONE_S)
+                self._env.close()
+            if self.relaxed:
+                data_file.clear_unsynced(self.directory)
+
+    def _mark_clean(self) -> None:
+        with mapping_errors("the store cannot be closed"):
+            self._env.sync(True)
+            with self._env.begin(write=True) as txn:
+                txn.put(fmt.META_SHUTDOWN, fmt.encode_meta({"clean": True}), db=self._dbs.meta)
+            self._env.sync(True)

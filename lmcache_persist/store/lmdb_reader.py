@@ -1,0 +1,251 @@
+"""Reading a store: a live one beside its writer, or an offline one.
+
+Transactions are short, one lookup or one object each, so that a reader never keeps freed
+pages from being reused for long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
+from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
+from lmcache_persist.store import capacity, lmdb_open
+from lmcache_persist.store import format as fmt
+from lmcache_persist.store.base import (
+    ChunkKey,
+    ChunkRecord,
+    FingerprintUsage,
+    Place,
+    Usage,
+)
+from lmcache_persist.store.extent_reader import ExtentReader
+from lmcache_persist.store.lmdb_errors import mapping_errors
+from lmcache_persist.store.lmdb_open import Databases
+
+logger = logging.getLogger(__name__)
+
+
+class StoreReader:
+    """The reading half of a disk tier on LMDB.
+
+    Args:
+        directory: the store's folder.
+        env: its environment, open.
+        dbs: its handles.
+
+    Attributes:
+        meta: what the store said of itself when it was opened.
+        budget: its watermarks.
+        binding_id: records of other bindings are stale and not found.
+        corrupt_found: records and objects that were proven bad so far.
+
+    Threads: any.
+
+    Raises:
+        FormatTooNew, StoreDamaged, StoreIOError: the store cannot be read.
+    """
+
+    def __init__(self, directory: Path, env: lmdb.Environment, dbs: Databases) -> None:
+        self.directory = directory
+        self.corrupt_found = 0
+        self._env = env
+        self._dbs = dbs
+        self._state = threading.Condition()
+        self._reading = 0
+        self._closed = False
+        self._bad: dict[ChunkKey, int | None] = {}  # serial, None: the record itself
+        with mapping_errors("the store cannot be read"), env.begin(buffers=True) as txn:
+            self.meta = lmdb_open.read_meta(txn, dbs)
+            page_bytes = txn.stat(dbs.main)["psize"]
+            self._extents = ExtentReader(directory, txn, dbs.meta)
+        self.budget = capacity.PageBudget.of(env.info()["map_size"], page_bytes)
+        self.binding_id: str = self.meta.stamp.binding_id if self.meta.stamp else fmt.NO_BINDING
+
+    @contextmanager
+    def transaction(self) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A short reading transaction; closing waits for it."""
+        with self._state:
+            if self._closed:
+                raise StoreIOError("the store is closed")
+            self._reading += 1
+        try:
+            with mapping_errors("a read from the store failed"):
+                with self._env.begin(buffers=True) as txn:
+                    yield txn
+        finally:
+            with self._state:
+                self._reading -= 1
+                self._state.notify_all()
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
+        """See :meth:`DiskTier.find`."""
+        with self.transaction() as txn:
+            chunks, get = self._dbs.chunks, txn.get
+            values = [get(key, db=chunks) for key in keys]
+            raw = [None if value is None else bytes(value) for value in values]
+        return [
+            None if value is None else self._checked(key, value)
+            for key, value in zip(keys, raw, strict=True)
+        ]
+
+    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+        """See :meth:`DiskTier.scan`."""
+        found: list[ChunkRecord] = []
+        with self.transaction() as txn:
+            cursor = txn.cursor(db=self._dbs.chunks)
+            more = cursor.set_range(after) if after else cursor.first()
+            if more and bytes(cursor.key()) == after:
+                more = cursor.next()
+            while more and len(found) < limit:
+                record = self._checked(ChunkKey(bytes(cursor.key())), bytes(cursor.value()))
+                if record is not None:
+                    found.append(record)
+                more = cursor.next()
+        return found
+
+    def _checked(self, key: ChunkKey, value: bytes) -> ChunkRecord | None:
+        try:
+            record = fmt.decode_record(value)
+            if record.key == key:
+                return record if record.binding_id == self.binding_id else None
+            problem = f"it is the record of {record.key.hex()}"
+        except fmt.FormatError as error:
+            problem = str(error)
+        self._found_bad(key, None)
+        logger.error("store %s: record of chunk %s is bad: %s", self.directory, key.hex(), problem)
+        return None
+
+    def _found_bad(self, key: ChunkKey, serial: int | None) -> None:
+        with self._state:
+            self.corrupt_found += 1
+            self._bad[key] = serial
+
+    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+        """See :meth:`DiskTier.read_into`."""
+        stored = record.objects[place]
+        if buffer.nbytes != stored.nbytes or buffer.readonly or not buffer.c_contiguous:
+            raise ValueError(
+                f"buffer has {buffer.nbytes} bytes (read-only: {buffer.readonly}), expected"
+                f" {stored.nbytes}, writable and contiguous"
+            )
+        view = buffer.cast("B")
+        parts = [view[at : at + EXTENT_BYTES] for at in range(0, len(view), EXTENT_BYTES)]
+        with self.transaction() as txn:
+            for index, part in enumerate(parts):
+                key = fmt.extent_key(record.serial, place, index)
+                value = txn.get(key, db=self._dbs.extents)
+                if value is None:
+                    if not self._holds(txn, record):
+                        return False
+                    raise self._corrupt(record, place, f"extent {index} is absent")
+                if len(value) != len(part):
+                    raise self._corrupt(
+                        record, place, f"extent {index} has {len(value)} bytes, not {len(part)}"
+                    )
+                self._extents.read(value, part)
+        for index, (part, digest) in enumerate(zip(parts, stored.digests, strict=True)):
+            if extent_digest(part) != digest:
+                raise self._corrupt(record, place, f"extent {index} has another digest")
+        return True
+
+    def _holds(self, txn: lmdb.Transaction[memoryview], record: ChunkRecord) -> bool:
+        value = txn.get(record.key, db=self._dbs.chunks)
+        if value is None:
+            return False
+        try:
+            return fmt.decode_record(bytes(value)).serial == record.serial
+        except fmt.FormatError:
+            return False
+
+    def _corrupt(self, record: ChunkRecord, place: Place, problem: str) -> ObjectCorrupt:
+        self._found_bad(record.key, record.serial)
+        return ObjectCorrupt(
+            f"object of rank {place.rank}, group {place.group} of chunk {record.key.hex()} is"
+            f" bad: {problem}",
+            key=record.key.hex(),
+        )
+
+    def usage(self) -> Usage:
+        """See :meth:`DiskTier.usage`."""
+        with self.transaction() as txn:
+            return usage_of(txn, self._dbs, self.binding_id, self.budget)
+
+    def counters(self) -> fmt.Counters:
+        """Numbers that only grow."""
+        with self.transaction() as txn:
+            return lmdb_open.read_counters(txn, self._dbs)
+
+    def take_bad(self) -> dict[ChunkKey, int | None]:
+        """What was proven bad since the last call: keys, and serials where they are known."""
+        with self._state:
+            bad, self._bad = self._bad, {}
+        return bad
+
+    def read_extent(self, value: memoryview, into: memoryview) -> None:
+        """Copy an extent's value of a transaction that is still open.
+
+        Raises:
+            OSError: the disk failed.
+            StoreIOError: likewise.
+        """
+        self._extents.read(value, into)
+
+    def close(self, timeout_s: float) -> None:
+        """Refuse new reads and wait for those in progress; the environment stays open.
+
+        Raises:
+            StoreIOError: they did not end in time; the environment must stay open.
+        """
+        with self._state:
+            self._closed = True
+            if not self._state.wait_for(lambda: not self._reading, timeout_s):
+                raise StoreIOError(
+                    f"the store is still being read after {timeout_s} s and stays open"
+                )
+        self._extents.close()
+
+
+def usage_of(
+    txn: lmdb.Transaction[memoryview],
+    dbs: Databases,
+    binding_id: str,
+    budget: capacity.PageBudget,
+) -> Usage:
+    """What is in a store, from its totals.
+
+    Raises:
+        StoreDamaged: the totals are damaged.
+    """
+    live, stale = fmt.Totals(), fmt.Totals()
+    by_fingerprint: dict[str, FingerprintUsage] = {}
+    for key, value in txn.cursor(db=dbs.totals):
+        try:
+            owner, fingerprint = fmt.decode_totals_key(bytes(key))
+            totals = fmt.Totals.decode(bytes(value))
+        except fmt.FormatError as error:
+            raise StoreDamaged(f"the totals are damaged: {error}") from error
+        into = live if owner == binding_id else stale
+        into.chunks += totals.chunks
+        into.objects += totals.objects
+        into.nbytes += totals.nbytes
+        if owner == binding_id:
+            by_fingerprint[fingerprint] = FingerprintUsage(
+                totals.chunks, totals.objects, totals.nbytes
+            )
+    return Usage(
+        chunks=live.chunks,
+        objects=live.objects,
+        bytes=live.nbytes,
+        capacity_bytes=budget.total * budget.page_bytes,
+        used_bytes=lmdb_open.live_pages(txn, dbs) * budget.page_bytes,
+        stale_objects=stale.objects,
+        stale_bytes=stale.nbytes,
+        by_fingerprint=by_fingerprint,
+    )

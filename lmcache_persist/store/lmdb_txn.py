@@ -1,0 +1,250 @@
+"""One writing transaction on the store: the only code that changes records.
+
+Whatever it changes, ``chunks``, ``extents``, ``order`` and ``totals`` agree when it ends.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from lmcache_persist import failpoints
+from lmcache_persist.errors import StoreDamaged
+from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
+from lmcache_persist.store import format as fmt
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite
+from lmcache_persist.store.lmdb_open import Databases, live_pages, read_counters
+from lmcache_persist.store.objects import (
+    ObjectTable,
+    Place,
+    StoredObject,
+    StoredObjects,
+    num_extents,
+)
+
+
+class StoreTxn:
+    """Changes to the store within one LMDB transaction.
+
+    Args:
+        txn: LMDB's transaction, for writing.
+        dbs: the handles.
+        binding_id: what new records are written under.
+
+    Threads: the one that began ``txn``.
+    """
+
+    def __init__(self, txn: Any, dbs: Databases, binding_id: str) -> None:
+        self._txn = txn
+        self._dbs = dbs
+        self._binding_id = binding_id
+        self._totals: dict[bytes, fmt.Totals] = {}
+        self._recount = False
+        self.counters = read_counters(txn, dbs)
+
+    def live_pages(self) -> int:
+        """Pages in use as of now, this transaction's changes included."""
+        return live_pages(self._txn, self._dbs)
+
+    def record(self, key: ChunkKey) -> ChunkRecord | None:
+        """The record of a chunk; one that is proven bad is removed on the way."""
+        value = self._txn.get(key, db=self._dbs.chunks)
+        if value is None:
+            return None
+        record = _decode(value, key)
+        if record is None:
+            self._txn.delete(key, db=self._dbs.chunks)
+            self.counters.dropped += 1
+            self._recount = True
+        return record
+
+    def put(self, write: ChunkWrite, order: int) -> None:
+        """Write a chunk, or add to it what it lacks, and give it its place in the order."""
+        held = self.record(write.key)
+        if held is not None and held.binding_id != self._binding_id:
+            self._remove(write.key, held)
+            held = None
+        objects = {place: held.objects[place] for place in held.objects} if held else {}
+        if held:
+            serial = held.serial
+            self._txn.delete(fmt.order_key(held.order), db=self._dbs.order)
+            self._total_of(held).add(held, -1)
+        else:
+            self.counters.serial += 1
+            serial = self.counters.serial
+        for place in sorted(write.objects):
+            if place not in objects:
+                objects[place] = self._put_extents(serial, place, write.objects[place])
+        failpoints.hit("commit.after_extents")
+        record = ChunkRecord(
+            write.key,
+            self._binding_id,
+            StoredObjects.of(objects),
+            serial,
+            order,
+            held.hits if held else 0,
+            held.stored_at if held else int(time.time()),
+        )
+        self._put_record(record)
+        self._total_of(record).add(record)
+
+    def _put_extents(self, serial: int, place: Place, data: bytes | memoryview) -> StoredObject:
+        view = memoryview(data).cast("B")
+        digests = []
+        for index in range(num_extents(len(view))):
+            extent = view[index * EXTENT_BYTES : (index + 1) * EXTENT_BYTES]
+            digests.append(extent_digest(extent))
+            key = fmt.extent_key(serial, place, index)
+            if not self._txn.put(key, extent, db=self._dbs.extents, overwrite=False):
+                raise StoreDamaged(f"extent {index} of {place} with serial {serial} exists")
+        return StoredObject(len(view), tuple(digests))
+
+    def _put_record(self, record: ChunkRecord) -> None:
+        self._txn.put(record.key, fmt.encode_record(record), db=self._dbs.chunks)
+        self._txn.put(fmt.order_key(record.order), record.key, db=self._dbs.order)
+
+    def use(self, key: ChunkKey, hits: int) -> None:
+        """Make a chunk the most recently used; absent ones are passed over."""
+        held = self.record(key)
+        if held is None:
+            return
+        self._txn.delete(fmt.order_key(held.order), db=self._dbs.order)
+        self.counters.order += 1
+        self._put_record(
+            ChunkRecord(
+                key,
+                held.binding_id,
+                held.objects,
+                held.serial,
+                self.counters.order,
+                held.hits + hits,
+                held.stored_at,
+            )
+        )
+
+    def drop(self, key: ChunkKey, serial: int | None = None) -> bool:
+        """Remove a chunk, if it has this serial; whether it was there.
+
+        A record that is bad by itself counts as there.
+        """
+        if self._txn.get(key, db=self._dbs.chunks) is None:
+            return False
+        held = self.record(key)
+        if held is None:
+            return True
+        if serial is not None and held.serial != serial:
+            return False
+        self._remove(key, held)
+        self.counters.dropped += 1
+        return True
+
+    def _remove(self, key: ChunkKey, record: ChunkRecord) -> None:
+        """Remove what lies under ``key``, with all that belongs to the record it holds."""
+        self._txn.delete(key, db=self._dbs.chunks)
+        order = fmt.order_key(record.order)
+        if self._txn.get(order, db=self._dbs.order) in (key, record.key):
+            self._txn.delete(order, db=self._dbs.order)
+        table: ObjectTable = record.objects.table
+        for place, entry in table.entries.items():
+            for index in range(entry.num_digests):
+                self._txn.delete(fmt.extent_key(record.serial, place, index), db=self._dbs.extents)
+        self._total_of(record).add(record, -1)
+
+    def evict(
+        self, target_pages: int, max_chunks: int, spare: Collection[ChunkKey]
+    ) -> list[ChunkKey]:
+        """Remove the least recently used chunks until ``target_pages`` are in use.
+
+        Args:
+            target_pages: where to stop.
+            max_chunks: where to stop, too.
+            spare: chunks that are passed over.
+        """
+        evicted: list[ChunkKey] = []
+        cursor = self._txn.cursor(db=self._dbs.order)
+        found = cursor.first()
+        while found and len(evicted) < max_chunks and self.live_pages() > target_pages:
+            order, key = cursor.item()
+            if key in spare:
+                found = cursor.next()
+                continue
+            record = self.record(ChunkKey(key))
+            if record is None or fmt.order_key(record.order) != order:
+                # Leftover of a record that was bad.
+                self._txn.delete(order, db=self._dbs.order)
+            else:
+                self._remove(record.key, record)
+                self.counters.evicted += 1
+                evicted.append(record.key)
+            found = cursor.set_range(order)
+        return evicted
+
+    def _total_of(self, record: ChunkRecord) -> fmt.Totals:
+        key = fmt.totals_key(record.binding_id, record.key)
+        totals = self._totals.get(key)
+        if totals is None:
+            value = self._txn.get(key, db=self._dbs.totals)
+            try:
+                totals = fmt.Totals.decode(value) if value is not None else fmt.Totals()
+            except fmt.FormatError as error:
+                raise StoreDamaged(f"totals are damaged: {error}") from error
+            self._totals[key] = totals
+        return totals
+
+    def finish(self) -> None:
+        """Write totals and counters; to be called last."""
+        if self._recount:
+            self._count_again()
+        for key, totals in self._totals.items():
+            if totals.chunks == 0:
+                self._txn.delete(key, db=self._dbs.totals)
+                continue
+            try:
+                self._txn.put(key, totals.encode(), db=self._dbs.totals)
+            except struct.error as error:
+                raise StoreDamaged(f"totals would become {totals}") from error
+        self._txn.put(fmt.META_COUNTERS, self.counters.encode(), db=self._dbs.meta)
+
+    def _count_again(self) -> None:
+        """After a record was lost: count anew, and remove what no good record speaks of."""
+        self._totals = {key: fmt.Totals() for key, _ in self._txn.cursor(db=self._dbs.totals)}
+        serials: set[int] = set()
+        orders: dict[bytes, bytes] = {}
+        bad: list[bytes] = []
+        for key, value in self._txn.cursor(db=self._dbs.chunks):
+            record = _decode(value, key)
+            if record is None:
+                bad.append(key)
+                continue
+            serials.add(record.serial)
+            orders[fmt.order_key(record.order)] = key
+            total = fmt.totals_key(record.binding_id, record.key)
+            self._totals.setdefault(total, fmt.Totals()).add(record)
+        for key in bad:
+            self._txn.delete(key, db=self._dbs.chunks)
+            self.counters.dropped += 1
+        self._delete_where(
+            self._dbs.extents, lambda key, _: fmt.decode_extent_key(key)[0] not in serials
+        )
+        self._delete_where(self._dbs.order, lambda key, value: orders.get(key) != value)
+        self._recount = False
+
+    def _delete_where(self, handle: Any, condition: Callable[[bytes, bytes], bool]) -> None:
+        cursor = self._txn.cursor(db=handle)
+        found = cursor.first()
+        while found:
+            if condition(*cursor.item()):
+                found = cursor.delete()
+            else:
+                found = cursor.next()
+
+
+def _decode(value: bytes, key: bytes) -> ChunkRecord | None:
+    """The record in ``value``, or None if it is bad or another chunk's."""
+    try:
+        record = fmt.decode_record(value)
+    except fmt.FormatError:
+        return None
+    return record if record.key == key else None

@@ -1,0 +1,391 @@
+"""The memory tier: which chunks are in the pool's slots, and who holds them there.
+
+An object's life here: *reserved* (a client writes into its slot) -> *committed* (the client
+said so, every extent's stamp is gone) -> handed to the writer once every rank committed
+-> clean, evictable when nobody leases it. Objects read from disk enter as *loading*.
+
+A reserved slot goes to nobody else until it is given back or its client is dead, and then
+rests a second: a dying process may still have a copy in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lmcache_persist.errors import LeaseError, SlotNotWritten
+from lmcache_persist.store.allocator import SlotAllocator, slot_bytes
+from lmcache_persist.store.base import ChunkKey, Place
+from lmcache_persist.store.pool import Pool
+from lmcache_persist.store.sequence import CommitSequence
+
+REST_S = 1.0
+"""Seconds that a dead client's reserved slot rests before it is handed out again."""
+
+PARTIAL_S = 10.0
+"""Seconds that a chunk waits for the commits of its other ranks before it is dropped."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """Room for one object in the pool, and whether its bytes are there."""
+
+    offset: int
+    nbytes: int
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk in the pool.
+
+    Attributes:
+        key: the chunk.
+        world_size: ranks that a group needs to be complete.
+        base_mask: groups that have to be there before the chunk is visible.
+        slots: by place.
+        queued: groups that the disk has, or that the writer was given.
+        leases: lookups that hold it.
+        pins: writes and loads that use its slots.
+        seqs: commits that wait for it.
+        since_s: monotonic time of its first commit.
+    """
+
+    key: ChunkKey
+    world_size: int
+    base_mask: int
+    since_s: float
+    slots: dict[Place, Slot] = field(default_factory=dict)
+    queued: int = 0
+    leases: int = 0
+    pins: int = 0
+    seqs: list[int] = field(default_factory=list)
+
+    def mask(self) -> int:
+        """Bit mask of the groups whose object is here for every rank."""
+        counts: dict[int, int] = {}
+        for place, slot in self.slots.items():
+            if slot.ready:
+                counts[place.group] = counts.get(place.group, 0) + 1
+        return sum(1 << group for group, count in counts.items() if count == self.world_size)
+
+    @property
+    def visible(self) -> bool:
+        """Whether lookups may count on it: every rank committed every base group."""
+        return self.mask() & self.base_mask == self.base_mask
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool that it takes."""
+        return sum(slot_bytes(slot.nbytes) for slot in self.slots.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots that a client may write: one chunk's groups of one rank."""
+
+    number: int
+    owner: str
+    key: ChunkKey
+    rank: int
+    world_size: int
+    base_mask: int
+    slots: Mapping[int, Slot]
+    stamps: Mapping[int, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool that it takes."""
+        return sum(slot_bytes(slot.nbytes) for slot in self.slots.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Writeable:
+    """A chunk that is ready for the disk: all ranks of the groups in ``mask``."""
+
+    entry: Entry
+    mask: int
+
+
+class MemoryTier:
+    """Chunks in the pool.
+
+    Threads: one (the server's loop). Other threads only use the views handed to them,
+    whose entries are pinned meanwhile.
+    """
+
+    def __init__(self, pool: Pool, sequence: CommitSequence) -> None:
+        self.pool = pool
+        self.allocator = SlotAllocator(pool.size_bytes)
+        self.sequence = sequence
+        self.share_bytes = self.allocator.size_bytes // 2
+        self.evictions = 0
+        self.dropped = 0
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._evictable: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        self._reservations: dict[int, Reservation] = {}
+        self._numbers = itertools.count(1)
+        self._reserved_bytes: dict[str, int] = {}
+        self._resting: deque[tuple[float, int]] = deque()
+        self._doomed: dict[ChunkKey, float] = {}
+
+    # -- looking -----------------------------------------------------------------------
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        """The chunk's entry, visible or not."""
+        return self._entries.get(key)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def reservations(self) -> int:
+        """Reservations that are open."""
+        return len(self._reservations)
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of entries that nobody holds."""
+        return sum(entry.nbytes for entry in self._evictable.values())
+
+    def reserved_bytes(self, owner: str) -> int:
+        """Bytes that a session has reserved."""
+        return self._reserved_bytes.get(owner, 0)
+
+    def in_use(self) -> bool:
+        """Whether anything holds room that may come back by itself."""
+        return bool(
+            self._reservations or self._resting or len(self._entries) > len(self._evictable)
+        )
+
+    # -- storing -----------------------------------------------------------------------
+
+    def reserve(
+        self,
+        owner: str,
+        key: ChunkKey,
+        rank: int,
+        sizes: Mapping[int, int],
+        world_size: int,
+        base_mask: int,
+        now_s: float,
+    ) -> Reservation | None:
+        """Slots for the groups in ``sizes`` (group -> bytes); None if there is no room."""
+        offsets = self.allocate(list(sizes.values()))
+        if offsets is None:
+            if world_size > 1:
+                # The other ranks' part would wait for this one in vain.
+                self._doomed[key] = now_s + PARTIAL_S
+            return None
+        slots = {
+            group: Slot(offset, nbytes)
+            for (group, nbytes), offset in zip(sizes.items(), offsets, strict=True)
+        }
+        stamps = {group: self.pool.stamp(slot.offset, slot.nbytes) for group, slot in slots.items()}
+        reservation = Reservation(
+            next(self._numbers), owner, key, rank, world_size, base_mask, slots, stamps
+        )
+        self._reservations[reservation.number] = reservation
+        self._reserved_bytes[owner] = self.reserved_bytes(owner) + reservation.nbytes
+        return reservation
+
+    def commit(self, owner: str, number: int, seq: int, now_s: float) -> Writeable | None:
+        """Take over a written reservation as part of commit ``seq``.
+
+        Returns:
+            What is to be written to disk now, if this was the last part.
+
+        Raises:
+            LeaseError: not this owner's reservation.
+            SlotNotWritten: an extent still holds its stamp; the reservation is given back.
+        """
+        reservation = self._take(owner, number)
+        for group, slot in reservation.slots.items():
+            if self.pool.still_stamped(slot.offset, slot.nbytes, reservation.stamps[group]):
+                self._free(reservation.slots.values())
+                raise SlotNotWritten(f"slot of reservation {number}, group {group}: not written")
+        key = reservation.key
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = Entry(key, reservation.world_size, reservation.base_mask, now_s)
+            self._entries[key] = entry
+        for group, slot in reservation.slots.items():
+            place = Place(reservation.rank, group)
+            if place in entry.slots:
+                # Somebody else's commit of the same object came first; both are equal.
+                self.allocator.free(slot.offset)
+                continue
+            slot.ready = True
+            entry.slots[place] = slot
+        if key in self._doomed and not (entry.visible or entry.pins or entry.leases):
+            self.drop(entry)
+            return None
+        return self._queue(entry, seq)
+
+    def _queue(self, entry: Entry, seq: int) -> Writeable | None:
+        mask = entry.mask()
+        fresh = mask & ~entry.queued if mask & entry.base_mask == entry.base_mask else 0
+        if fresh or not entry.visible:
+            entry.seqs.append(seq)
+            self.sequence.add(seq)
+        if not fresh:
+            self._settle(entry)
+            return None
+        entry.queued |= fresh
+        self.pin(entry)
+        return Writeable(entry, fresh)
+
+    def give_back(self, owner: str, number: int) -> None:
+        """End a reservation without a commit; an unknown one is fine."""
+        if number in self._reservations and self._reservations[number].owner == owner:
+            self._free(self._take(owner, number).slots.values())
+
+    def forget_owner(self, owner: str, now_s: float) -> None:
+        """A session is over: its reservations rest, then their slots are free."""
+        for number in [n for n, r in self._reservations.items() if r.owner == owner]:
+            for slot in self._take(owner, number).slots.values():
+                self._resting.append((now_s + REST_S, slot.offset))
+        self._reserved_bytes.pop(owner, None)
+
+    def tick(self, now_s: float) -> None:
+        """Free what has rested; drop chunks whose other ranks never came."""
+        while self._resting and self._resting[0][0] <= now_s:
+            self.allocator.free(self._resting.popleft()[1])
+        for key in [key for key, until in self._doomed.items() if until <= now_s]:
+            del self._doomed[key]
+        for entry in self._partials():
+            if now_s - entry.since_s > PARTIAL_S:
+                self.drop(entry)
+
+    def _partials(self) -> Iterator[Entry]:
+        # Only entries with open commits can be partial, and those are never evictable.
+        held = [e for k, e in self._entries.items() if k not in self._evictable]
+        return (e for e in held if e.seqs and not e.pins and not e.leases and not e.visible)
+
+    def _take(self, owner: str, number: int) -> Reservation:
+        reservation = self._reservations.get(number)
+        if reservation is None or reservation.owner != owner:
+            raise LeaseError(
+                f"reservation {number} is not this session's",
+                hint="commit each reservation once, from the session that made it",
+            )
+        del self._reservations[number]
+        self._reserved_bytes[owner] = self.reserved_bytes(owner) - reservation.nbytes
+        return reservation
+
+    # -- holding -----------------------------------------------------------------------
+
+    def allocate(self, sizes: Sequence[int]) -> list[int] | None:
+        """Offsets for all of ``sizes`` or for none, evicting what nobody holds."""
+        offsets: list[int] = []
+        for nbytes in sizes:
+            offset = self.allocator.allocate(nbytes)
+            while offset is None and self._evict_one():
+                offset = self.allocator.allocate(nbytes)
+            if offset is None:
+                for taken in offsets:
+                    self.allocator.free(taken)
+                return None
+            offsets.append(offset)
+        return offsets
+
+    def _evict_one(self) -> bool:
+        if not self._evictable:
+            return False
+        _, entry = self._evictable.popitem(last=False)
+        self._remove(entry)
+        self.evictions += 1
+        return True
+
+    def loading(
+        self, key: ChunkKey, world_size: int, base_mask: int, on_disk: int, now_s: float
+    ) -> Entry:
+        """The entry to load a chunk's objects into, made if there is none; not settled yet."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(key, world_size, base_mask, now_s)
+        entry.queued |= on_disk
+        return entry
+
+    def lease(self, entry: Entry) -> None:
+        """One more lookup counts on the entry's slots."""
+        entry.leases += 1
+        self._evictable.pop(entry.key, None)
+
+    def unlease(self, entry: Entry) -> None:
+        """The inverse of :meth:`lease`."""
+        entry.leases -= 1
+        self._settle(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """A thread reads or writes the entry's slots."""
+        entry.pins += 1
+        self._evictable.pop(entry.key, None)
+
+    def unpin(self, entry: Entry) -> None:
+        """The inverse of :meth:`pin`."""
+        entry.pins -= 1
+        self._settle(entry)
+
+    def written(self, entry: Entry, *, durable: bool) -> None:
+        """The writer is done with the entry; its commits are settled either way."""
+        if not durable:
+            self.dropped += 1
+        self._settle_seqs(entry)
+        self.unpin(entry)
+
+    def load_failed(self, entry: Entry, places: Iterable[Place]) -> None:
+        """Take back slots whose objects could not be read."""
+        for place in places:
+            slot = entry.slots.pop(place, None)
+            if slot is not None:
+                self.allocator.free(slot.offset)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a chunk that nobody holds, and settle its commits as dropped."""
+        if entry.leases or entry.pins:
+            raise RuntimeError("a held entry is never dropped")
+        if entry.seqs:
+            self.dropped += 1
+        self._evictable.pop(entry.key, None)
+        self._remove(entry)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop these chunks as far as nobody holds them."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.leases and not entry.pins:
+                self.drop(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self._settle_seqs(entry)
+        self._free(entry.slots.values())
+        del self._entries[entry.key]
+
+    def _settle_seqs(self, entry: Entry) -> None:
+        for seq in entry.seqs:
+            self.sequence.settle(seq)
+        entry.seqs.clear()
+
+    def _settle(self, entry: Entry) -> None:
+        """Put an entry where it belongs now that something let go of it."""
+        if entry.pins:
+            return
+        if entry.seqs and entry.visible and not entry.mask() & ~entry.queued:
+            # Its other ranks' objects came from the disk, which so has all of it.
+            self._settle_seqs(entry)
+        if entry.leases:
+            return
+        if not entry.slots:
+            self._settle_seqs(entry)
+            self._evictable.pop(entry.key, None)
+            self._entries.pop(entry.key, None)
+        elif not entry.seqs and all(slot.ready for slot in entry.slots.values()):
+            self._evictable[entry.key] = entry
+            self._evictable.move_to_end(entry.key)
+
+    def _free(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self.allocator.free(slot.offset)

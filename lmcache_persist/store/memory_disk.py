@@ -1,0 +1,276 @@
+"""The smallest correct disk tier: keeps everything in a dict. Oracle and test double."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+from lmcache_persist import failpoints
+from lmcache_persist.binding import Binding
+from lmcache_persist.errors import ObjectCorrupt
+from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
+from lmcache_persist.store import capacity
+from lmcache_persist.store.base import (
+    ChunkKey,
+    ChunkRecord,
+    ChunkWrite,
+    DiskTier,
+    Dropped,
+    FingerprintUsage,
+    Place,
+    StoredObject,
+    StoredObjects,
+    Usage,
+    WriteReport,
+    check_stamp,
+    fingerprint_of,
+)
+from lmcache_persist.store.format import FORMAT_VERSION
+
+
+def digests_of(content: bytes | memoryview) -> tuple[bytes, ...]:
+    """The digest of each extent of an object."""
+    view = memoryview(content).cast("B")
+    return tuple(
+        extent_digest(view[at : at + EXTENT_BYTES]) for at in range(0, len(view), EXTENT_BYTES)
+    )
+
+
+class MemoryDisk(DiskTier):
+    """A disk tier without a disk: durable as long as the object lives.
+
+    Args:
+        capacity_bytes: counted as :mod:`lmcache_persist.store.capacity` does.
+        uuid: 32 hex digits, or None for new ones.
+    """
+
+    backend = "memory"
+
+    def __init__(self, capacity_bytes: int = 1 << 30, *, uuid: str | None = None) -> None:
+        self.uuid = uuid or secrets.token_hex(16)
+        self.format_version = FORMAT_VERSION
+        self.capacity_bytes = capacity_bytes
+        self._corrupt_found = 0
+        self._budget = capacity.PageBudget.of(capacity_bytes)
+        self._lock = threading.RLock()
+        self._stamp: Binding | None = None
+        self._records: dict[ChunkKey, ChunkRecord] = {}  # least recently used first
+        self._contents: dict[tuple[int, Place], bytes] = {}
+        self._pending: list[tuple[ChunkKey, ...]] = []
+        self._bad: list[ChunkKey] = []
+        self._next = 1
+
+    @property
+    def corrupt_found(self) -> int:
+        """See :class:`DiskTier`."""
+        return self._corrupt_found
+
+    def stamp(self) -> Binding | None:
+        """See :meth:`DiskTier.stamp`."""
+        return self._stamp
+
+    def write_stamp(self, binding: Binding) -> None:
+        """See :meth:`DiskTier.write_stamp`."""
+        check_stamp(self._stamp, binding)
+        self._stamp = binding
+        failpoints.hit("bind.after_stamp")
+
+    def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
+        """See :meth:`DiskTier.write`."""
+        report = WriteReport()
+        failpoints.hit("commit.before_write")
+        with self._lock:
+            self.apply_touches()
+            accepted = []
+            for write in batch:
+                reason = self._refusal(write)
+                if reason:
+                    report.dropped.append(Dropped(write.key, reason))
+                else:
+                    accepted.append(write)
+            for write in accepted:
+                self._put(write, report)
+            # Tail first: the head of the batch ends up as the most recently used.
+            for write in reversed(accepted):
+                if write.key in self._records:
+                    self._move_to_front(write.key, hits=0)
+            report.written = [write.key for write in accepted if write.key in self._records]
+            gone = set(report.evicted) & {write.key for write in accepted}
+            report.evicted = [key for key in report.evicted if key not in gone]
+            report.dropped += [Dropped(key, "no room beside its own batch") for key in gone]
+        failpoints.hit("commit.after_sync")
+        return report
+
+    def _refusal(self, write: ChunkWrite) -> str | None:
+        held = self._records.get(write.key)
+        sizes = {place: memoryview(data).nbytes for place, data in write.objects.items()}
+        if held is not None and self._is_current(held):
+            sizes |= {place: held.objects.nbytes(place) for place in held.objects}
+        return capacity.refusal(sizes, self._budget)
+
+    def _put(self, write: ChunkWrite, report: WriteReport) -> None:
+        held = self._records.get(write.key)
+        if held is not None and not self._is_current(held):
+            self._remove(write.key)
+            held = None
+        objects = dict(held.objects) if held else {}
+        self._next += 1
+        serial = held.serial if held else self._next
+        for place, data in write.objects.items():
+            if place not in objects:
+                content = bytes(data)
+                objects[place] = StoredObject(len(content), digests_of(content))
+                self._contents[serial, place] = content
+        self._records[write.key] = ChunkRecord(
+            key=write.key,
+            binding_id=self._stamp.binding_id if self._stamp else "",
+            objects=StoredObjects.of(objects),
+            serial=serial,
+            order=self._next,
+            hits=held.hits if held else 0,
+            stored_at=held.stored_at if held else int(time.time()),
+        )
+        self._make_room(write.key, report)
+
+    def _make_room(self, keep: ChunkKey, report: WriteReport) -> None:
+        if self._used_pages() <= self._budget.limit:
+            return
+        while self._used_pages() > self._budget.low:
+            oldest = next((key for key in self._records if key != keep), None)
+            if oldest is None:
+                return
+            self._remove(oldest)
+            report.evicted.append(oldest)
+
+    def _used_pages(self) -> int:
+        return sum(
+            capacity.chunk_pages(self._sizes(record), self._budget.page_bytes)
+            for record in self._records.values()
+        )
+
+    @staticmethod
+    def _sizes(record: ChunkRecord) -> dict[Place, int]:
+        return {place: record.objects.nbytes(place) for place in record.objects}
+
+    def _is_current(self, record: ChunkRecord) -> bool:
+        return record.binding_id == (self._stamp.binding_id if self._stamp else "")
+
+    def _move_to_front(self, key: ChunkKey, hits: int) -> None:
+        held = self._records.pop(key)
+        self._next += 1
+        self._records[key] = ChunkRecord(
+            key,
+            held.binding_id,
+            held.objects,
+            held.serial,
+            self._next,
+            held.hits + hits,
+            held.stored_at,
+        )
+
+    def _remove(self, key: ChunkKey) -> None:
+        record = self._records.pop(key)
+        for place in record.objects:
+            self._contents.pop((record.serial, place), None)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`DiskTier.touch`."""
+        with self._lock:
+            self._pending.append(tuple(keys))
+
+    def apply_touches(self) -> None:
+        """See :meth:`DiskTier.apply_touches`."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+            for keys in pending:
+                for key in reversed(keys):
+                    if key in self._records:
+                        self._move_to_front(key, hits=1)
+            bad, self._bad = self._bad, []
+            self.drop(bad)
+
+    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """See :meth:`DiskTier.drop`."""
+        with self._lock:
+            present = [key for key in dict.fromkeys(keys) if key in self._records]
+            for key in present:
+                self._remove(key)
+            return present
+
+    def evict(self) -> list[ChunkKey]:
+        """See :meth:`DiskTier.evict`."""
+        with self._lock:
+            evicted: list[ChunkKey] = []
+            if self._used_pages() <= self._budget.high:
+                return evicted
+            for key in list(self._records):
+                if self._used_pages() <= self._budget.low:
+                    break
+                self._remove(key)
+                evicted.append(key)
+            failpoints.hit("evict.after_sync")
+            return evicted
+
+    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+        """See :meth:`DiskTier.scan`."""
+        with self._lock:
+            keys = sorted(key for key in self._records if key > after)
+        return [record for record in self.find(keys) if record is not None][:limit]
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
+        """See :meth:`DiskTier.find`."""
+        with self._lock:
+            found: list[ChunkRecord | None] = []
+            for key in keys:
+                record = self._records.get(key)
+                if record is not None and record.key != key:
+                    self._corrupt_found += 1
+                    self._bad.append(key)
+                    record = None
+                found.append(record if record and self._is_current(record) else None)
+            return found
+
+    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+        """See :meth:`DiskTier.read_into`."""
+        stored = record.objects[place]
+        if buffer.nbytes != stored.nbytes or buffer.readonly:
+            raise ValueError(f"buffer has {buffer.nbytes} bytes, expected {stored.nbytes}")
+        content = self._contents.get((record.serial, place))
+        if content is None:
+            return False
+        if len(content) != stored.nbytes or digests_of(content) != stored.digests:
+            self._corrupt_found += 1
+            raise ObjectCorrupt(f"object {place} of chunk {record.key.hex()} has other bytes")
+        buffer.cast("B")[:] = content
+        return True
+
+    def usage(self) -> Usage:
+        """See :meth:`DiskTier.usage`."""
+        with self._lock:
+            current = [one for one in self._records.values() if self._is_current(one)]
+            stale = [one for one in self._records.values() if not self._is_current(one)]
+            by_fingerprint: dict[str, FingerprintUsage] = {}
+            for record in current:
+                name = fingerprint_of(record.key)
+                before = by_fingerprint.get(name, FingerprintUsage(0, 0, 0))
+                by_fingerprint[name] = FingerprintUsage(
+                    before.chunks + 1,
+                    before.objects + len(record.objects),
+                    before.bytes + record.objects.table.nbytes,
+                )
+            return Usage(
+                chunks=len(current),
+                objects=sum(len(one.objects) for one in current),
+                bytes=sum(one.objects.table.nbytes for one in current),
+                capacity_bytes=self.capacity_bytes,
+                used_bytes=self._used_pages() * self._budget.page_bytes,
+                stale_objects=sum(len(one.objects) for one in stale),
+                stale_bytes=sum(one.objects.table.nbytes for one in stale),
+                by_fingerprint=by_fingerprint,
+            )
+
+    def close(self) -> None:
+        """See :meth:`DiskTier.close`."""
+        self._pending.clear()

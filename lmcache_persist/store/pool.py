@@ -1,0 +1,211 @@
+"""The shared-memory pool as its server makes it; clients attach by ``connector.pool_map``.
+
+One file per store, mode 0600, allocated in full before anybody maps it (a short
+``/dev/shm`` is an error here, not a SIGBUS later) and never truncated. A new server makes
+a new file under the same name; the memory of the old one comes back when the last client
+of the dead server drops its mapping, for which a start waits a bounded time.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
+from lmcache_persist.hashing import EXTENT_BYTES
+from lmcache_persist.shm import PoolPaths, client_is_dead, try_flock
+
+STAMP_BYTES = 16
+"""Bytes of the random stamp at each extent's head of a reserved slot."""
+
+_POLL_S = 0.1
+
+
+class Pool:
+    """The server's mapping of its pool.
+
+    Durable: nothing; the pool is gone with its server.
+    Threads: ``view`` any; the rest one.
+    """
+
+    def __init__(self, paths: PoolPaths, size_bytes: int, lock_fd: int, file_fd: int) -> None:
+        self.paths = paths
+        self.size_bytes = size_bytes
+        self._lock_fd = lock_fd
+        self._map = mmap.mmap(file_fd, size_bytes, mmap.MAP_SHARED)
+        self._whole = memoryview(self._map)
+
+    @classmethod
+    def create(
+        cls,
+        paths: PoolPaths,
+        size_bytes: int,
+        *,
+        wait_s: float,
+        group_gid: int | None = None,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> Pool:
+        """Make the pool of a store, taking over what a dead server left.
+
+        Args:
+            paths: where.
+            size_bytes: bytes, a multiple of the page size.
+            wait_s: how long to wait for clients of a dead server to give memory back.
+            group_gid: group that may attach besides the owner, or None.
+            on_wait: told once, for the operator, that it waits and for what.
+
+        Raises:
+            PoolTooSmall: the file system lacks the room, with both numbers.
+            DataDirLocked: a living server holds the pool of this store: a copy of the
+                data dir is being served.
+            DataDirUnusable: the folder cannot be used.
+        """
+        try:
+            lock_fd = _take_server_lock(paths)
+        except OSError as error:
+            raise DataDirUnusable(
+                f"pool folder {paths.pool.parent} cannot be used: {error.strerror}",
+                hint="choose another with --pool-dir",
+            ) from error
+        try:
+            paths.pool.unlink(missing_ok=True)
+            _remove_dead_clients(paths)
+            paths.clients.mkdir(mode=0o700, exist_ok=True)
+            file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        try:
+            if group_gid is not None:
+                os.fchown(file_fd, -1, group_gid)
+                os.fchmod(file_fd, 0o660)
+                os.chown(paths.clients, -1, group_gid)
+                os.chmod(paths.clients, 0o2770)
+                os.fchown(lock_fd, -1, group_gid)
+                os.fchmod(lock_fd, 0o640)
+            return cls(paths, size_bytes, lock_fd, file_fd)
+        finally:
+            os.close(file_fd)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes ``[offset, offset + nbytes)``; ``ValueError`` outside the pool."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
+            raise ValueError(f"slot {offset}+{nbytes} is outside of a pool of {self.size_bytes}")
+        return self._whole[offset : offset + nbytes]
+
+    def stamp(self, offset: int, nbytes: int) -> bytes:
+        """Write fresh random bytes at each extent's head of a slot; returns them."""
+        stamp = secrets.token_bytes(STAMP_BYTES)
+        for head in range(offset, offset + nbytes, EXTENT_BYTES):
+            width = min(STAMP_BYTES, offset + nbytes - head)
+            self._whole[head : head + width] = stamp[:width]
+        return stamp
+
+    def still_stamped(self, offset: int, nbytes: int, stamp: bytes) -> bool:
+        """Whether any extent's head still holds the stamp: that extent was not written."""
+        for head in range(offset, offset + nbytes, EXTENT_BYTES):
+            width = min(STAMP_BYTES, offset + nbytes - head)
+            if self._whole[head : head + width] == stamp[:width]:
+                return True
+        return False
+
+    def close(self, *, remove: bool) -> None:
+        """Drop the mapping and, on a clean stop, remove the files."""
+        self._whole.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # A thread still holds a view; the mapping goes with the process.
+            pass
+        if remove:
+            self.paths.pool.unlink(missing_ok=True)
+            # Living clients find their lock gone and take a new one at the next server.
+            shutil.rmtree(self.paths.clients, ignore_errors=True)
+            self.paths.server_lock.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+
+def _take_server_lock(paths: PoolPaths) -> int:
+    while True:
+        fd = os.open(
+            paths.server_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        deadline = time.monotonic() + 1.0
+        while not try_flock(fd):
+            # A client that looks whether the server lives holds it for an instant.
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise DataDirLocked(
+                    f"pool {paths.pool} is held by another server: it serves the same store uuid",
+                    hint="stop that server, or give a copied data dir a store of its own",
+                )
+            time.sleep(_POLL_S / 10)
+        try:
+            same = os.path.samestat(os.fstat(fd), os.stat(paths.server_lock))
+        except FileNotFoundError:
+            same = False
+        if same:
+            return fd
+        os.close(fd)  # its owner removed it while we waited: take the new one
+
+
+def _allocate(
+    path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str], None]
+) -> int:
+    room = os.statvfs(path.parent)
+    total = room.f_blocks * room.f_frsize
+    if total and total < size_bytes:
+        raise _too_small(path, size_bytes, total, "in all")
+    deadline = time.monotonic() + wait_s
+    told = False
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            return fd
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            if error.errno != errno.ENOSPC:
+                raise DataDirUnusable(
+                    f"pool {path} cannot be allocated: {error.strerror}",
+                    hint="choose another folder with --pool-dir",
+                ) from error
+        room = os.statvfs(path.parent)
+        available = room.f_bavail * room.f_frsize
+        if time.monotonic() >= deadline:
+            raise _too_small(path, size_bytes, available, "available")
+        if not told:
+            told = True
+            on_wait(
+                f"{path.parent} has {available} of {size_bytes} bytes for the pool,"
+                f" waiting up to {wait_s:g} s for clients of a former server to let go"
+            )
+        time.sleep(_POLL_S)
+
+
+def _too_small(path: Path, wanted: int, found: int, word: str) -> PoolTooSmall:
+    return PoolTooSmall(
+        f"pool needs {wanted} bytes, {path.parent} has {found} {word}",
+        hint="choose a smaller --pool-size, another --pool-dir, or enlarge the mount"
+        " (docker: --shm-size)",
+        wanted_bytes=wanted,
+        available_bytes=found,
+    )
+
+
+def _remove_dead_clients(paths: PoolPaths) -> None:
+    try:
+        entries = list(os.scandir(paths.clients))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        # A hidden file is a client about to take its lock; it retries if it is gone.
+        if client_is_dead(Path(entry.path)):
+            Path(entry.path).unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""The writer thread: takes committed chunks, puts many into one disk transaction.
+
+Order of a commit: slots pinned -> extents and records in one transaction -> sync ->
+outcome posted to the loop, which publishes ``durable_seq`` and unpins the slots. While one
+transaction syncs, the next batch gathers in the queue: that is the whole of group commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lmcache_persist.errors import StoreError
+from lmcache_persist.store.base import ChunkKey, ChunkWrite, DiskTier, Place
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES = 64 << 20
+"""Bytes of one transaction: long enough to amortise a sync, short enough to bound a wait."""
+MAX_BATCH_CHUNKS = 1024
+IDLE_S = 0.5
+"""Seconds between rounds when nothing is written: touches are applied, room is made."""
+LOG_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """One chunk to write; ``token`` is the loop's own and comes back with the outcome."""
+
+    key: ChunkKey
+    objects: Mapping[Place, memoryview]
+    token: object
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(len(view) for view in self.objects.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a batch: the jobs with whether each is durable, and what was evicted."""
+
+    jobs: Sequence[tuple[WriteJob, bool]]
+    evicted: Sequence[ChunkKey]
+
+
+class Writer:
+    """Owns all writing to a disk tier.
+
+    Args:
+        disk: the tier; nobody else writes to it while this lives.
+        deliver: called on the writer thread with each :class:`Outcome`; must not block.
+
+    Threads: ``submit``, ``touch``, ``drop`` any; ``close`` one.
+    """
+
+    def __init__(self, disk: DiskTier, deliver: Callable[[Outcome], None]) -> None:
+        self._disk = disk
+        self._deliver = deliver
+        self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._touched: list[Sequence[ChunkKey]] = []
+        self._bad: list[ChunkKey] = []
+        self._last_log_s = -LOG_EVERY_S
+        self.failures = 0
+        self.last_error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def backlog(self) -> int:
+        """Jobs that wait."""
+        return self._queue.qsize()
+
+    def submit(self, job: WriteJob) -> None:
+        """Queue a chunk; its slots stay untouched until the outcome is delivered."""
+        self._queue.put(job)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Record hits of a prompt's chunks, head to tail; durable with a later batch."""
+        with self._lock:
+            self._touched.append(keys)
+
+    def drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove chunks that are proven bad, before anything else is written."""
+        with self._lock:
+            self._bad.extend(keys)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, then end; False if that took too long (the rest is lost)."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            batch, running = self._gather()
+            self._housekeeping()
+            if batch:
+                self._write(batch)
+            else:
+                self._guard(self._disk.apply_touches)
+            self._make_room()
+
+    def _gather(self) -> tuple[list[WriteJob], bool]:
+        try:
+            job = self._queue.get(timeout=IDLE_S)
+        except queue.Empty:
+            return [], True
+        batch: list[WriteJob] = []
+        nbytes = 0
+        while job is not None:
+            batch.append(job)
+            nbytes += job.nbytes
+            if nbytes >= MAX_BATCH_BYTES or len(batch) >= MAX_BATCH_CHUNKS:
+                return batch, True
+            try:
+                job = self._queue.get_nowait()
+            except queue.Empty:
+                return batch, True
+        return batch, False
+
+    def _housekeeping(self) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, []
+            bad, self._bad = self._bad, []
+        for keys in touched:
+            self._disk.touch(keys)
+        if bad:
+            self._guard(lambda: self._disk.drop(bad))
+
+    def _write(self, batch: list[WriteJob]) -> None:
+        durable: set[ChunkKey] = set()
+        evicted: Sequence[ChunkKey] = ()
+
+        def write() -> None:
+            nonlocal evicted
+            report = self._disk.write([ChunkWrite(job.key, job.objects) for job in batch])
+            durable.update(report.written)
+            evicted = report.evicted
+            for key, reason in report.dropped:
+                self._complain(f"chunk {key.hex()[-16:]} not stored: {reason}")
+
+        self._guard(write)
+        self._deliver(Outcome([(job, job.key in durable) for job in batch], evicted))
+
+    def _make_room(self) -> None:
+        while self._queue.empty():
+            evicted: list[ChunkKey] = []
+            self._guard(lambda: evicted.extend(self._disk.evict()))  # noqa: B023 - called now
+            if not evicted:
+                return
+            self._deliver(Outcome((), evicted))
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        """Run a disk action; a failing disk costs cache, never the thread."""
+        try:
+            action()
+        except StoreError as error:
+            self.failures += 1
+            self.last_error = str(error)
+            self._complain(f"disk tier: {error}")
+        except OSError as error:
+            self.failures += 1
+            self.last_error = f"{type(error).__name__}: {error}"
+            self._complain(f"disk tier: {error}")
+
+    def _complain(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last_log_s >= LOG_EVERY_S:
+            self._last_log_s = now
+            log.warning("%s", text)

@@ -1,0 +1,171 @@
+"""An engine without a model: stores and loads byte patterns through a real client.
+
+Every object's bytes code its chunk, group and rank, so that anything swapped, stale or
+left over is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from blake3 import blake3
+
+from lmcache_persist.connector import CacheClient, ClientOptions, Registration
+from lmcache_persist.connector.results import LookupResult
+from lmcache_persist.geometry import Group, cacheable_mask, groups_from_sizes
+from lmcache_persist.hashing import ChunkHash, ChunkHasher
+
+TIMEOUT_S = 20.0
+
+
+def pattern(chunk_hash: bytes, group: int, rank: int, nbytes: int) -> bytes:
+    """The bytes of one object."""
+    return blake3(chunk_hash + bytes([group, rank])).digest(length=nbytes)
+
+
+def identity(**changes: Any) -> dict[str, Any]:
+    """An identity that is complete; ``changes`` make it another model's."""
+    return {
+        "connector": "emulated",
+        "connector_format": 1,
+        "model": "emulated/model",
+        "revision": None,
+        "weights": "w0",
+        "config": {"hidden_size": 8},
+        "kv_dtype": "bfloat16",
+        "quantization": None,
+        "max_model_len": None,
+        "parallel": {"tp": 1, "pp": 1, "dcp": 1},
+        **changes,
+    }
+
+
+@dataclass
+class EmulatedEngine:
+    """All ranks of one engine in one client.
+
+    Attributes:
+        url: the server's.
+        sizes: tokens_per_block of each group, 0 for scratch; or whole groups.
+        object_bytes: per cacheable group and rank.
+        world_size: ranks.
+        changes: to the identity.
+    """
+
+    url: str
+    sizes: Sequence[int | Group]
+    object_bytes: int = 64 * 1024
+    world_size: int = 1
+    name: str = "engine-0"
+    changes: dict[str, Any] = field(default_factory=dict)
+    options: ClientOptions = field(default_factory=ClientOptions)
+
+    def __post_init__(self) -> None:
+        self.groups = tuple(
+            size if isinstance(size, Group) else groups_from_sizes([size])[0]
+            for size in self.sizes
+        )
+        self.mask = cacheable_mask(self.groups)
+        self.client = CacheClient(
+            self.url, kind="client", label=self.name, options=self.options
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+
+    def join(self, base: int | None = None) -> Self:
+        """Connect, bind, register every rank."""
+        self.client.wait_connected(TIMEOUT_S)
+        self.client.bind(self.groups, base=base, who=self.name, timeout_s=TIMEOUT_S)
+        for rank in range(self.world_size):
+            self.register(rank)
+        return self
+
+    def register(self, rank: int) -> str:
+        """Register one rank; the fingerprint if it was the last."""
+        reply = self.client.register(
+            Registration(
+                engine=self.name,
+                rank=rank,
+                world_size=self.world_size,
+                identity=identity(**self.changes),
+                layout={"rank": rank, "bytes": self.object_bytes},
+                groups=self.groups,
+                object_bytes=[self.object_bytes if g.cacheable else 0 for g in self.groups],
+            ),
+            timeout_s=TIMEOUT_S,
+        )
+        return reply.fingerprint
+
+    @property
+    def chunk_size(self) -> int:
+        """The bound one."""
+        binding = self.client.binding
+        if binding is None:
+            raise RuntimeError("not bound")
+        return binding.chunk_size
+
+    def hashes(self, tokens: Sequence[int]) -> list[ChunkHash]:
+        """The chunk hashes of a prompt."""
+        found: list[ChunkHash] = []
+        ChunkHasher(self.chunk_size).extend(found, tokens)
+        return found
+
+    def store(self, hashes: Sequence[bytes], *, ranks: Sequence[int] | None = None) -> int:
+        """Reserve, write, commit; how many chunks got slots, of the last rank."""
+        granted = 0
+        for rank in ranks if ranks is not None else range(self.world_size):
+            reply = self.client.reserve(
+                engine=self.name, rank=rank, hashes=hashes, masks=[self.mask] * len(hashes)
+            ).result(TIMEOUT_S)
+            pool = self.client.pool(reply.boot)
+            if pool is None:
+                raise RuntimeError("no pool is attached")
+            members = [index for index, group in enumerate(self.groups) if group.cacheable]
+            for grant in reply.grants:
+                for group, offset in zip(members, grant.offsets, strict=True):
+                    if offset >= 0:
+                        view = pool.view(offset, self.object_bytes)
+                        view[:] = pattern(hashes[grant.index], group, rank, self.object_bytes)
+            numbers = [grant.reservation for grant in reply.grants]
+            if numbers:
+                committed = self.client.commit(numbers).result(TIMEOUT_S)
+                if committed.refused:
+                    raise RuntimeError(f"commit refused {committed.refused}")
+            granted = len(numbers) + len(reply.stored)
+        return granted
+
+    def lookup(self, hashes: Sequence[bytes], num_tokens: int) -> LookupResult:
+        """Look up, check every byte that is promised, release; what the lookup said."""
+        handle = self.client.lookup(engine=self.name, hashes=hashes, num_tokens=num_tokens)
+        try:
+            result = handle.wait(TIMEOUT_S)
+            if result is None:
+                raise RuntimeError("lookup was not decided")
+            if result.tokens:
+                self.check(hashes, result)
+            return result
+        finally:
+            handle.release()
+
+    def check(self, hashes: Sequence[bytes], result: LookupResult) -> None:
+        """Every promised object holds the bytes of its place. ``AssertionError`` if not."""
+        pool = self.client.pool(result.boot_id)
+        if pool is None:
+            raise RuntimeError("no pool is attached")
+        for run in result.runs:
+            for step, offset in enumerate(run.offsets):
+                wanted = pattern(
+                    hashes[run.first_chunk + step], run.group, run.rank, run.object_bytes
+                )
+                found = bytes(pool.view(offset, run.object_bytes))
+                if found != wanted:
+                    raise AssertionError(
+                        f"wrong bytes: chunk {run.first_chunk + step}, group {run.group},"
+                        f" rank {run.rank}"
+                    )

@@ -1,0 +1,164 @@
+"""From vLLM's KV cache config to groups and layouts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from lmcache_persist.connector.vllm import layouts
+from lmcache_persist.connector.vllm.kv_geometry import read_groups
+from lmcache_persist.errors import GeometryError, NoCacheableGroup, UnsupportedGroup
+from lmcache_persist.geometry import Group, GroupKind
+
+HEADS = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
+def full(block_size: int = 32, **changes: object) -> FullAttentionSpec:
+    """A full attention spec."""
+    return FullAttentionSpec(block_size=block_size, **{**HEADS, **changes})
+
+
+def config(*specs: KVCacheSpec, num_blocks: int = 10, **group: object) -> KVCacheConfig:
+    """One group per spec, two layers each."""
+    groups = []
+    for index, spec in enumerate(specs):
+        names = list(getattr(spec, "kv_cache_specs", {})) or [f"{index}.a", f"{index}.b"]
+        groups.append(KVCacheGroupSpec(names, spec, **group))
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_full_groups_keep_their_order_and_sizes() -> None:
+    """Two full groups of 544 and 64 are two groups of 544 and 64."""
+    assert read_groups(config(full(544), full(64)), 1) == (
+        Group(GroupKind.FULL, 544, 544),
+        Group(GroupKind.FULL, 64, 64),
+    )
+
+
+def test_context_parallelism_multiplies_sharded_groups_only() -> None:
+    """A block id covers its slots on every rank of dcp if, and only if, dcp shards it."""
+    assert read_groups(config(full(32)), 4)[0].tokens_per_block == 128
+    assert read_groups(config(full(32, dcp_sharded=False)), 4)[0].tokens_per_block == 32
+
+
+def test_latent_attention_is_full() -> None:
+    """MLA keeps every token of the prefix."""
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    assert read_groups(config(spec), 1)[0].kind is GroupKind.FULL
+
+
+def test_wrapped_layers_are_read_one_by_one() -> None:
+    """Layers of other sizes in one group are one group, of other kinds are refused."""
+    wrapped = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"a": full(), "b": full(head_size=128)}
+    )
+    assert read_groups(config(wrapped), 1) == (Group(GroupKind.FULL, 32, 32),)
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=32,
+        kv_cache_specs={"a": full(), "b": ChunkedLocalAttentionSpec(
+            block_size=32, attention_chunk_size=64, **HEADS)},
+    )
+    with pytest.raises(UnsupportedGroup, match="ChunkedLocalAttentionSpec"):
+        read_groups(config(mixed), 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SlidingWindowSpec(block_size=32, sliding_window=512, **HEADS), "group 1 is sliding"),
+        (MambaSpec(block_size=640, shapes=((4,),), dtypes=(torch.float32,)), "group 1 is recurr"),
+        (SinkFullAttentionSpec(block_size=32, sink_len=4, **HEADS), "SinkFullAttentionSpec"),
+        (full(non_causal=True), "non-causal"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(spec: KVCacheSpec, words: str) -> None:
+    """The refusal names group and kind, and says what to do."""
+    with pytest.raises(UnsupportedGroup, match=words) as caught:
+        read_groups(config(full(), spec), 1)
+    assert "without this connector" in str(caught.value)
+
+
+def test_draft_layers_are_refused() -> None:
+    """A draft model's KV depends on the token after a chunk."""
+    with pytest.raises(UnsupportedGroup, match="draft"):
+        read_groups(config(full(), is_eagle_group=True), 1)
+
+
+def test_groups_that_are_not_transferred_are_scratch() -> None:
+    """They keep their place and take no part; a model of only such has nothing to store."""
+    some = config(full(544), full(64))
+    some.kv_cache_groups[1].enable_kv_transfer = False
+    assert read_groups(some, 1)[1] == Group(GroupKind.SCRATCH, 0)
+    with pytest.raises(NoCacheableGroup):
+        read_groups(config(full(), enable_kv_transfer=False), 1)
+    assert issubclass(NoCacheableGroup, GeometryError)
+
+
+def engine_config(isa: str = "amx") -> SimpleNamespace:
+    """As much of a VllmConfig as a layout reads."""
+    module = SimpleNamespace(
+        isa=isa, attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    )
+    context = {name: module for name in ("0.a", "0.b")}
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+
+
+def caches(num_blocks: int, block: int = 32, ratio: int = 1) -> dict[str, torch.Tensor]:
+    """Two layers of ``[n, H, N, C]``, ``ratio`` kernel blocks in each block."""
+    shape = (num_blocks * ratio, 2, block // ratio, 128)
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name in ("0.a", "0.b")}
+
+
+def describe(num_blocks: int, isa: str = "amx", ratio: int = 1) -> dict:
+    """The layout of an engine with that much memory on such a host."""
+    cache_config = config(full(), num_blocks=num_blocks)
+    groups = read_groups(cache_config, 1)
+    layers = layouts.read_layers(caches(num_blocks, ratio=ratio), cache_config, groups)
+    return layouts.describe(layers, cache_config, groups, engine_config(isa))
+
+
+def test_memory_size_is_not_in_the_layout() -> None:
+    """An engine with more blocks has the same layout."""
+    assert describe(10) == describe(77)
+
+
+def test_instruction_set_is_in_the_layout() -> None:
+    """Hosts that write other bytes for the same shape have other layouts."""
+    assert describe(10, isa="amx") != describe(10, isa="vec")
+
+
+def test_split_blocks_keep_the_engine_s_blocks_first() -> None:
+    """A block that is split into kernel blocks is one block, of another layout."""
+    cache_config = config(full(), num_blocks=10)
+    groups = read_groups(cache_config, 1)
+    layers = layouts.read_layers(caches(10, ratio=2), cache_config, groups)
+    assert [layer.cache.shape for layer in layers[0]] == [(10, 2, 2, 16, 128)] * 2
+    assert describe(10, ratio=2) != describe(10, ratio=1)
+
+
+def test_other_number_of_blocks_is_refused() -> None:
+    """A cache that is no multiple of the engine's blocks is not guessed at."""
+    cache_config = config(full(), num_blocks=9)
+    with pytest.raises(UnsupportedGroup, match="10 kernel blocks, expected a multiple of 9"):
+        layouts.read_layers(caches(10), cache_config, read_groups(cache_config, 1))
+
+
+def test_absent_layer_is_refused() -> None:
+    """A layer of ours that was not registered is named."""
+    cache_config = config(full(), num_blocks=10)
+    with pytest.raises(UnsupportedGroup, match=r"layer 0\.b"):
+        layouts.read_layers(
+            {"0.a": caches(10)["0.a"]}, cache_config, read_groups(cache_config, 1)
+        )

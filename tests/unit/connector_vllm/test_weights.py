@@ -1,0 +1,158 @@
+"""The weights digest."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from lmcache_persist.connector.vllm import weights
+from lmcache_persist.connector.vllm.weights import digest_folder, snapshot_commit
+from lmcache_persist.errors import IdentityUnknown
+
+TENSORS = {"b.weight": 100_000, "a.weight": 64, "c.empty": 0, "d.large": 9 << 20}
+
+
+def write_weights(path: Path, fill: bytes = b"\0", tensors: dict[str, int] = TENSORS) -> dict:
+    """A safetensors file; returns where each tensor's bytes begin in it."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, size in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + fill * at)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}
+
+
+def poke(path: Path, offset: int) -> None:
+    """Change one byte in place."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(1)
+        file.seek(offset)
+        file.write(bytes([old[0] ^ 0xFF]))
+
+
+def test_equal_bytes_have_equal_digests(tmp_path: Path) -> None:
+    """Neither the folder's path nor times of files count."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_weights(tmp_path / name / "model.safetensors")
+    os.utime(tmp_path / "two" / "model.safetensors", (1, 1))
+    assert digest_folder(tmp_path / "one") == digest_folder(tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.weight", "d.large"])
+@pytest.mark.parametrize("where", ["head", "middle", "tail"])
+def test_change_in_place_is_noticed_in_every_tensor(tmp_path: Path, name: str, where: str) -> None:
+    """Same names, sizes and headers, one byte of a sample changed: another digest."""
+    path = tmp_path / "model.safetensors"
+    begin = write_weights(path)[name]
+    size = TENSORS[name]
+    before = digest_folder(tmp_path)
+    # The large tensor has five samples, its middle one is in the middle too.
+    poke(path, begin + {"head": 0, "middle": size // 2, "tail": size - 1}[where])
+    assert digest_folder(tmp_path) != before
+
+
+def test_new_weights_in_place_are_noticed(tmp_path: Path) -> None:
+    """Other values everywhere under the same header: another digest."""
+    path = tmp_path / "model.safetensors"
+    write_weights(path)
+    before = digest_folder(tmp_path)
+    write_weights(path, fill=b"\1")
+    assert digest_folder(tmp_path) != before
+
+
+def test_renamed_file_is_noticed(tmp_path: Path) -> None:
+    """A file's name counts: shards that swap names are other weights."""
+    path = tmp_path / "model-1.safetensors"
+    write_weights(path)
+    before = digest_folder(tmp_path)
+    path.rename(tmp_path / "model-2.safetensors")
+    assert digest_folder(tmp_path) != before
+
+
+def test_header_is_noticed(tmp_path: Path) -> None:
+    """A tensor under another name is another tensor, whatever its bytes."""
+    path = tmp_path / "model.safetensors"
+    write_weights(path, tensors={"x.weight": 64})
+    before = digest_folder(tmp_path)
+    write_weights(path, tensors={"y.weight": 64})
+    assert digest_folder(tmp_path) != before
+
+
+def test_further_file_is_noticed(tmp_path: Path) -> None:
+    """Weights beside the weights count."""
+    write_weights(tmp_path / "model.safetensors")
+    before = digest_folder(tmp_path)
+    write_weights(tmp_path / "more.safetensors")
+    assert digest_folder(tmp_path) != before
+
+
+def test_every_tensor_has_three_samples_or_is_read_whole() -> None:
+    """The head, the tail and one between, for any size."""
+    for size in (1, 255, 256, 257, 600, 1 << 20, 5 << 20, 1 << 30):
+        offsets = weights._sample_offsets(size)
+        if size <= weights.SAMPLE_BYTES:
+            assert offsets == [0]
+            continue
+        assert len(offsets) >= weights.SAMPLES_PER_TENSOR
+        assert offsets[0] == 0
+        assert offsets[-1] + weights.SAMPLE_BYTES == size
+
+
+def test_cost_grows_with_samples_not_with_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of 64 GiB (a sparse file) is identified from less than 8 MiB of it."""
+    path = tmp_path / "model.safetensors"
+    size = 64 << 30
+    text = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + size)
+    read_bytes = 0
+    read = weights._read
+
+    def counting(fd: int, num_bytes: int, offset: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += num_bytes
+        return read(fd, num_bytes, offset)
+
+    monkeypatch.setattr(weights, "_read", counting)
+    digest_folder(tmp_path)
+    assert read_bytes < 8 << 20
+
+
+@pytest.mark.parametrize("damage", ["no header", "cut", "offsets", "no json"])
+def test_broken_file_has_no_identity(tmp_path: Path, damage: str) -> None:
+    """What cannot be read is not identified, and says which file it is."""
+    path = tmp_path / "model.safetensors"
+    write_weights(path)
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "no header": data[:4],
+            "cut": data[:-1],
+            "offsets": data.replace(b'"data_offsets": [0, 100000]', b'"data_offsets": [9, 1     ]'),
+            "no json": data[:8] + b"[" + data[9:],
+        }[damage]
+    )
+    with pytest.raises(IdentityUnknown, match=r"model\.safetensors"):
+        digest_folder(tmp_path)
+
+
+def test_folder_without_safetensors_has_no_identity(tmp_path: Path) -> None:
+    """Other formats are not guessed at."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(IdentityUnknown, match="no safetensors"):
+        digest_folder(tmp_path)
+
+
+def test_hub_snapshot_is_its_commit() -> None:
+    """Only a snapshot folder's name is a commit."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert snapshot_commit(Path("/c/models--o--m/snapshots") / commit) == commit
+    assert snapshot_commit(Path("/c/models--o--m/blobs") / commit) is None
+    assert snapshot_commit(Path("/c/models--o--m/snapshots/main")) is None
