@@ -12,7 +12,7 @@ SOURCES := lmcache_persist tests $(wildcard benchmarks)
 .PHONY: help venv fmt check test unit crash engine bench demo clean ci
 
 help:  ## this text
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+	@awk -F ':.*## *' '/^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## the virtual environment, vLLM for CPU included
 

@@ -6,6 +6,10 @@ import random
 from collections.abc import Callable
 
 import pytest
+
+from lmcache_persist import failpoints
+from lmcache_persist.errors import ObjectCorrupt, StoreIOError, StoreMismatch
+from lmcache_persist.store.base import ChunkRecord, ChunkWrite, DiskTier, Place
 from store_support import (
     FULL_EXTENT,
     MIB,
@@ -17,10 +21,6 @@ from store_support import (
     key,
     read,
 )
-
-from lmcache_persist import failpoints
-from lmcache_persist.errors import ObjectCorrupt, StoreIOError, StoreMismatch
-from lmcache_persist.store.base import ChunkRecord, ChunkWrite, DiskTier, Place
 
 Opener = Callable[..., DiskTier]
 
@@ -54,7 +54,9 @@ class StoreSuite:
 
     def test_many_places(self, tier: DiskTier) -> None:
         """Objects of all ranks and groups of a chunk are told apart."""
-        write = chunk(1, {Place(rank, group): 5000 + rank for rank in range(8) for group in range(6)})
+        write = chunk(
+            1, {Place(rank, group): 5000 + rank for rank in range(8) for group in range(6)}
+        )
         tier.write([write])
         assert_reads_back(tier, [write])
         record = tier.find([write.key])[0]
@@ -146,15 +148,17 @@ class StoreSuite:
         tier.touch([key(1)])
         tier.apply_touches()
         one, two = tier.find([key(1), key(2)])
-        assert one is not None and two is not None
+        assert one is not None
+        assert two is not None
         assert (one.hits, two.hits) == (2, 0)
         assert one.order > two.order
 
     def test_full_tier_goes_on(self, tier: DiskTier, seed: int) -> None:
         """Case D1: 200 x 1 MiB, then mixed sizes, into 64 MiB; reads work throughout."""
         rng = random.Random(seed)
-        sizes = [MIB] * 200 + [rng.choice([8, 20, 64, 300, 1024, 2500, 4096]) * 1024
-                               for _ in range(150)]
+        sizes = [MIB] * 200 + [
+            rng.choice([8, 20, 64, 300, 1024, 2500, 4096]) * 1024 for _ in range(150)
+        ]
         present: dict[int, int] = {}
         evicted_in_all = 0
         numbers = {key(number): number for number in range(len(sizes))}
@@ -214,8 +218,9 @@ class StoreSuite:
         }
         assert len(report.written) > 30
         assert not set(report.written) & set(report.evicted)
-        there = dict(zip([one.key for one in batch], found(tier, [one.key for one in batch]),
-                         strict=True))
+        there = dict(
+            zip([one.key for one in batch], found(tier, [one.key for one in batch]), strict=True)
+        )
         assert {name for name, is_there in there.items() if is_there} == set(report.written)
 
     def test_empty_object_is_dropped(self, tier: DiskTier) -> None:

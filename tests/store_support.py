@@ -49,9 +49,7 @@ def content(chunk: ChunkKey, place: Place, nbytes: int) -> bytes:
     return random.Random(chunk + bytes(place) + bytes(str(nbytes), "ascii")).randbytes(nbytes)
 
 
-def chunk(
-    number: int, sizes: dict[Place, int] | int = 100_000, *, model: int = 1
-) -> ChunkWrite:
+def chunk(number: int, sizes: dict[Place, int] | int = 100_000, *, model: int = 1) -> ChunkWrite:
     """A numbered chunk with objects of these sizes, or one object of this size."""
     name = key(number, model)
     if isinstance(sizes, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ def connected(server: str, timeout_s: float, verb: str) -> Iterator[CacheClient]
     """
     from lmcache_persist.connector import CacheClient, ClientOptions
 
+    # The verb says itself how it ended; the client's own log lines would say it twice.
+    logging.getLogger("lmcache_persist").addHandler(logging.NullHandler())
     options = ClientOptions(connect_timeout_s=timeout_s)
     with CacheClient(
         server, kind="cli", label=f"lmcache-persist {verb}", options=options

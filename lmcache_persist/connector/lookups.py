@@ -118,9 +118,6 @@ class LookupHandle:
             self._found(link, reply)
         elif not isinstance(reply, NotYet):
             self._fail(MalformedMessage(f"lookup was answered with {type(reply).__name__}"))
-        elif self._released:
-            # Not asked again: the server has forgotten it, and would take it for a new one.
-            return
         elif time.monotonic() >= self._deadline:
             waited = self._session.options.lookup_timeout_s
             self._fail(RequestTimeout(f"lookup was not decided within {waited:g} s"))
@@ -128,6 +125,7 @@ class LookupHandle:
             self._session.later(_PAUSE_S, partial(self._again, link))
 
     def _again(self, link: Link) -> None:
+        # Never after the release: the server has forgotten it, and would take it for a new one.
         if not self._released:
             self._ask(link, b"")
 

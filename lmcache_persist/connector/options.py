@@ -32,7 +32,7 @@ class ClientOptions:
     lookup_timeout_s: float = 5.0
     heartbeat_s: float = 1.0
     reconnect_min_s: float = 0.05
-    reconnect_max_s: float = 1.0
+    reconnect_max_s: float = 0.5
     pool_idle_s: float = 5.0
     max_in_flight: int = 4096
     touch_pool: bool = True

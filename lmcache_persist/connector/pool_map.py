@@ -161,8 +161,7 @@ class PoolMap:
             return False
 
     def let_go_if_idle(self, idle_s: float) -> bool:
-        """Unmap the pool of a dead server if no load is in flight and none ended in the last
-        ``idle_s``.
+        """Unmap the pool of a dead server, unless a load was in flight within ``idle_s``.
 
         The same goes for the server's end: slots that it named in its last moment may
         still be on their way to a worker.

@@ -14,27 +14,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.connector import replies
+from lmcache_persist.connector.debts import Debts, Make
 from lmcache_persist.connector.greeting import Greeting
-from lmcache_persist.connector.link import BindWish, Link, RegisterWish
+from lmcache_persist.connector.link import Link
 from lmcache_persist.connector.options import ClientOptions
 from lmcache_persist.connector.pool_map import PoolMaps
+from lmcache_persist.connector.restoring import Remembered
 from lmcache_persist.connector.results import Change
 from lmcache_persist.connector.transport import DoneCall, LateCall, Transport
 from lmcache_persist.endpoint import Endpoint
 from lmcache_persist.errors import PersistError, ServerUnreachable, Stale
-from lmcache_persist.protocol import BindReply, Bye, Ping, Reply, Request, encode
+from lmcache_persist.protocol import Bye, Ping, Reply, encode
 
 log = logging.getLogger(__name__)
 
-_MAX_OWED = 8192
-"""Releases kept for a server that does not answer; beyond it the oldest are forgotten."""
 _REAP_S = 0.25
 _BYE_S = 0.5
 _JOIN_S = 5.0
@@ -43,12 +42,13 @@ _JOIN_S = 5.0
 class Session:
     """The state machine of one client.
 
-    Threads: properties, ``submit``-like calls (:meth:`send`, :meth:`owe`, the ``remember``
-        and ``set`` calls) any; ``on_*`` and names with an underscore the I/O thread.
+    Threads: attributes may be read, and :meth:`send`, :meth:`owe` and the ``set`` calls
+        made, by any; ``on_*`` and names with an underscore the I/O thread.
     """
 
     def __init__(self, endpoint: Endpoint, kind: str, label: str, options: ClientOptions) -> None:
         self.endpoint, self.options = endpoint, options
+        self.remembered = Remembered()
         self.pools = PoolMaps(options.pool_idle_s, options.touch_pool)
         self.link: Link | None = None
         self.binding: Binding | None = None
@@ -59,13 +59,10 @@ class Session:
         self._greeting = Greeting(self._transport, kind, label, self.pools, options)
         self._changed = threading.Condition()
         self._closing = False
-        self._bind_wish: BindWish | None = None
-        self._register_wishes: dict[tuple[str, int], RegisterWish] = {}
         self._listeners: list[Callable[[Change], None]] = []
-        self._owed: deque[tuple[str, Callable[[Link], Request]]] = deque(maxlen=_MAX_OWED)
+        self._debts = Debts(self._send_debt)
         self._generation = 0
         self._failures = 0
-        self._up_since = 0.0
         self._reaping = False
 
     # -- any thread ----------------------------------------------------------------------
@@ -123,23 +120,9 @@ class Session:
         if not self._transport.submit(partial(self._send, link, body, timeout_s, done, late)):
             done(self.unreachable())
 
-    def owe(self, session_id: str, make: Callable[[Link], Request]) -> None:
+    def owe(self, session_id: str, make: Make) -> None:
         """Say something to the server of that session, now or when it is back; or never."""
         self._transport.submit(partial(self._owe, session_id, make), always=True)
-
-    def remember_bind(self, wish: BindWish) -> None:
-        """Bind this after every connection from now on."""
-        self._bind_wish = wish
-
-    def remember_registration(self, wish: RegisterWish) -> None:
-        """Register this after every connection from now on."""
-        with self._changed:
-            self._register_wishes = {**self._register_wishes, wish.key: wish}
-
-    def object_bytes(self, engine: str, rank: int) -> tuple[int, ...] | None:
-        """Per group the object sizes that were registered, None if nothing was."""
-        wish = self._register_wishes.get((engine, rank))
-        return tuple(wish.registration.object_bytes) if wish else None
 
     def set_bound(self, boot: str, binding: Binding) -> None:
         """The server of that boot agreed to a bind."""
@@ -196,26 +179,12 @@ class Session:
             self._lose(lost)
         done(outcome)
 
-    def _owe(self, session_id: str, make: Callable[[Link], Request]) -> None:
-        link = self.link
-        if link is None:
-            self._owed.append((session_id, make))
-        elif link.session == session_id:
-            self._transport.request(
-                encode(make(link)),
-                self.options.request_timeout_s,
-                partial(self._owed_answer, link, (session_id, make)),
-            )
+    def _owe(self, session_id: str, make: Make) -> None:
+        self._debts.add(self.link, session_id, make)
 
-    def _owed_answer(
-        self,
-        link: Link,
-        debt: tuple[str, Callable[[Link], Request]],
-        reply: Reply | PersistError,
-    ) -> None:
-        if isinstance(reply, PersistError) and reply.retryable:
-            self._owed.append(debt)
-        self._judge(link, lambda _: None, reply)
+    def _send_debt(self, link: Link, body: bytes, done: DoneCall) -> None:
+        timeout_s = self.options.request_timeout_s
+        self._transport.request(body, timeout_s, partial(self._judge, link, done))
 
     # -- I/O thread: connection ----------------------------------------------------------
 
@@ -228,7 +197,7 @@ class Session:
         self._greeting.begin(self.last_session_id, self._greeted)
 
     def on_lost(self, error: PersistError) -> None:
-        """Down; try again, at once if it had been up for a while."""
+        """Down; try again: at once if a heartbeat had been answered, else after a pause."""
         was_up = self.link is not None
         with self._changed:
             self.link, self.trouble = None, error
@@ -238,8 +207,6 @@ class Session:
         if was_up:
             log.warning("cache server %s is gone: %s", self.endpoint, error.message)
         self._start_reaping()
-        if was_up and time.monotonic() - self._up_since >= self.options.heartbeat_s:
-            self._failures = 0
         delay_s = 0.0
         if self._failures:
             delay_s = min(
@@ -257,42 +224,21 @@ class Session:
         if isinstance(outcome, PersistError):
             self._lose(outcome)
             return
-        wishes: list[BindWish | RegisterWish] = [self._bind_wish] if self._bind_wish else []
-        wishes.extend(self._register_wishes.values())
-        self._restore(outcome, wishes)
+        self.remembered.restore(
+            self._transport, outcome, self.options.connect_timeout_s, self._restored
+        )
 
-    def _restore(self, link: Link, wishes: list[BindWish | RegisterWish]) -> None:
-        """Repeat what is remembered, one after the other; then up."""
-        if not wishes or link.cold is not None:
-            self._go_up(link)
-            return
-
-        def answered(reply: Reply | PersistError) -> None:
-            outcome, lost = replies.judge(link.boot, reply)
-            now = link
-            if isinstance(outcome, BindReply):
-                try:
-                    now = replace(link, binding=replies.decode_binding(outcome.binding))
-                except PersistError as error:
-                    outcome = lost = error
-            if isinstance(outcome, PersistError):
-                lost = lost or (outcome if outcome.retryable else None)
-                now = replace(link, cold=outcome)
-            if lost is not None:
-                self._lose(lost)
-                return
-            self._restore(now, wishes[1:])
-
-        body = encode(wishes[0].message(link))
-        self._transport.request(body, self.options.connect_timeout_s, answered)
+    def _restored(self, outcome: Link | PersistError) -> None:
+        if isinstance(outcome, PersistError):
+            self._lose(outcome)
+        else:
+            self._go_up(outcome)
 
     def _go_up(self, link: Link) -> None:
         self._generation += 1
         link = replace(link, generation=self._generation)
         if link.session != self.last_session_id:
-            self._owed.clear()
             self.durable_seq = 0
-        self._up_since = time.monotonic()
         with self._changed:
             self.link, self.trouble, self.binding = link, None, link.binding
             self.last_session_id = link.session
@@ -301,9 +247,7 @@ class Session:
         log.info("cache server %s: boot %s, chunk size %s", self.endpoint, link.boot, size)
         if link.cold is not None:
             log.warning("running cold, cache server %s refuses: %s", self.endpoint, link.cold)
-        owed, self._owed = list(self._owed), deque(maxlen=_MAX_OWED)
-        for session_id, make in owed:
-            self._owe(session_id, make)
+        self._debts.settle(link)
         for callback in self._listeners:
             self._tell(callback, link)
         self._start_reaping()
@@ -316,9 +260,13 @@ class Session:
         self._transport.request(
             encode(Ping(**link.header())),
             self.options.request_timeout_s,
-            partial(self._judge, link, lambda _: None),
+            partial(self._judge, link, self._beat_answered),
         )
         self._transport.call_later(self.options.heartbeat_s, partial(self._beat, generation))
+
+    def _beat_answered(self, reply: Reply | PersistError) -> None:
+        if not isinstance(reply, PersistError):
+            self._failures = 0
 
     def _add_listener(self, callback: Callable[[Change], None]) -> None:
         self._listeners.append(callback)

@@ -9,13 +9,9 @@ ids are never used twice, so that a late reply completes nothing.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
-import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +20,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_persist.connector.inbox import Inbox, Timers, Work
 from lmcache_persist.endpoint import Endpoint
 from lmcache_persist.errors import (
     MalformedMessage,
@@ -135,17 +132,13 @@ class Transport:
     def __init__(self, endpoint: Endpoint, owner: Owner, max_in_flight: int) -> None:
         self._endpoint, self._owner, self._max = endpoint, owner, max_in_flight
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._queue: deque[Callable[[], None]] = deque()
-        self._guard = threading.Lock()
-        self._closed = False
+        self._inbox, self._timers = Inbox(max_in_flight), Timers()
         self._stopping = False
         self._wire: Wire | None = None
         self._retired: list[Wire] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count(1)
         self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._inbox.fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="lmcache-persist-io", daemon=True)
 
     # -- any thread ----------------------------------------------------------------------
@@ -158,14 +151,9 @@ class Transport:
         """Whether the caller runs on the I/O thread."""
         return threading.current_thread() is self._thread
 
-    def submit(self, work: Callable[[], None], *, always: bool = False) -> bool:
+    def submit(self, work: Work, *, always: bool = False) -> bool:
         """Have the I/O thread run ``work``; False if it has ended or its queue is full."""
-        with self._guard:
-            if self._closed or (len(self._queue) >= self._max and not always):
-                return False
-            self._queue.append(work)
-            os.eventfd_write(self._wake, 1)
-        return True
+        return self._inbox.put(work, always=always)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread; its calls fail. False if it had not ended in time."""
@@ -201,10 +189,9 @@ class Transport:
         wire.calls[request_id] = _Call(done, late)
         self.call_later(timeout_s, partial(self._expire, wire, request_id, timeout_s))
 
-    def call_later(self, delay_s: float, work: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, work: Work) -> None:
         """Run ``work`` after a while, unless the thread ends first."""
-        when = time.monotonic() + max(0.0, delay_s)
-        heapq.heappush(self._timers, (when, next(self._numbers), work))
+        self._timers.add(delay_s, work)
 
     def drop(self, error: PersistError, *, listen: bool = False) -> None:
         """Give the connection up and fail its calls with ``error``.
@@ -239,15 +226,9 @@ class Transport:
             self._end()
 
     def _turn(self) -> None:
-        sleep_s = _MAX_SLEEP_S
-        if self._timers:
-            sleep_s = min(sleep_s, max(0.0, self._timers[0][0] - time.monotonic()))
         # Rounded up: a poll that ends just before its timer would spin.
-        ready = dict(self._poller.poll(int(sleep_s * 1000) + 1))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        for _ in range(len(self._queue)):
-            self._queue.popleft()()
+        ready = dict(self._poller.poll(int(self._timers.sleep_s(_MAX_SLEEP_S) * 1000) + 1))
+        self._inbox.run(woken=self._inbox.fd in ready)
         wire = self._wire
         if wire is not None and wire.socket in ready:
             self._serve(wire, ready[wire.socket])
@@ -256,9 +237,7 @@ class Transport:
         for old in self._retired.copy():
             if old.socket in ready or old.monitor in ready:
                 self._serve_retired(old)
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now and not self._stopping:
-            heapq.heappop(self._timers)[2]()
+        self._timers.run_due()
 
     def _serve(self, wire: Wire, events: int) -> None:
         if events & zmq.POLLOUT and not wire.connected:
@@ -330,17 +309,14 @@ class Transport:
         self._stopping = True
 
     def _end(self) -> None:
-        with self._guard:
-            self._closed = True
+        self._inbox.refuse()
         gone = ServerUnreachable(f"client of {self._endpoint} is closed")
         self.drop(gone)
         for wire in self._retired:
             self._discard(wire)
         self._retired.clear()
-        # Work that was taken still gets its answer: without a wire every request fails at once.
-        while self._queue:
-            self._queue.popleft()()
         self._owner.on_lost(gone)
-        self._poller.unregister(self._wake)
-        os.close(self._wake)
+        # Work that was taken still gets its answer: without a wire every request fails at once.
+        self._poller.unregister(self._inbox.fd)
+        self._inbox.close()
         self._context.destroy(linger=0)

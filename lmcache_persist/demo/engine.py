@@ -88,7 +88,7 @@ class EngineProcess:
         self._buffer = b""
         self._send(arguments)
 
-    def wait_ready(self, timeout_s: float = 120.0) -> EngineProcess:
+    def wait_ready(self, timeout_s: float = 240.0) -> EngineProcess:
         """Wait until the engine serves.
 
         Raises:

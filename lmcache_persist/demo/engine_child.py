@@ -66,7 +66,8 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """The scheduler side's counters of an in-process engine."""
         core = self._core()
-        return {} if core is None else dict(core.scheduler.connector.counters)
+        connector = None if core is None else core.scheduler.connector
+        return {} if connector is None else dict(connector.counters)
 
     def _core(self) -> Any:
         client = self._llm.llm_engine.engine_core

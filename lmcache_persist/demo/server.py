@@ -32,9 +32,7 @@ class ServerProcess:
         ServerFailed: it did not.
     """
 
-    def __init__(
-        self, data_dir: Path, log: Path, *flags: str, timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, data_dir: Path, log: Path, *flags: str, timeout_s: float = 60.0) -> None:
         self.data_dir, self.log = data_dir, log
         command = [sys.executable, "-m", "lmcache_persist.cli", "serve"]
         with log.open("ab") as output:

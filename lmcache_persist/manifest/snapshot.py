@@ -36,6 +36,7 @@ from lmcache_persist.manifest.session import (
 SETTLE_TIMEOUT_S = 5.0
 """How long to try for a copy that nobody changed meanwhile."""
 
+_HEADER = b"SQLite format 3\0"
 _RETRY_S = 0.005
 _COPY_BUSY_TIMEOUT_S = 1.0
 
@@ -122,7 +123,24 @@ def _settled(path: Path) -> dict[str, bytes]:
         )
     if "" not in after:
         raise FileNotFoundError(f"there is no manifest {path}")
+    _check_shape(after, path)
     return after
+
+
+def _check_shape(files: dict[str, bytes], path: Path) -> None:
+    """Refuse what SQLite would pass over: a file cut inside its header or inside a page.
+
+    It takes the one for an empty database and reads zeros for the rest of the other.
+    """
+    data = files[""]
+    if not data or files.get(JOURNAL_SUFFIX):
+        return  # a first page that was being made; SQLite takes it back by the journal
+    if not data.startswith(_HEADER):
+        raise unreadable(path, "it does not begin as an SQLite database does")
+    page_bytes = int.from_bytes(data[16:18], "big")
+    page_bytes = 65536 if page_bytes == 1 else page_bytes  # the format's way to say so
+    if not files.get(WAL_SUFFIX) and (not page_bytes or len(data) % page_bytes):
+        raise unreadable(path, f"it has {len(data)} bytes, no multiple of its page size")
 
 
 def _read_files(path: Path) -> dict[str, bytes]:

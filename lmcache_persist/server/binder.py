@@ -87,6 +87,7 @@ class Binder:
         """Bind, find compatible, or refuse."""
         groups = [spec.group() for spec in message.groups]
         state = self._state
+        state.counters.binds += 1
         base = message.base or state.settings.base_chunk_size
         try:
             if state.binding is not None:

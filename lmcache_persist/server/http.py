@@ -25,6 +25,7 @@ PREFIX = "lmcache_persist_"
 TIMEOUT_S = 5.0
 
 COUNTERS: dict[str, str] = {
+    "binds": "Binds asked for.",
     "lookups": "Lookups started.",
     "lookup_tokens": "Tokens of prompts that were looked up.",
     "hit_tokens": "Tokens that lookups found restorable.",

@@ -44,6 +44,7 @@ class Counters:
     Threads: written on the loop (plain adds), read anywhere.
     """
 
+    binds: int = 0
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -174,8 +174,11 @@ class LmdbDisk(DiskTier):
                 failpoints.hit("commit.before_write")
             self.apply_touches()
             groups = self._split(batch, report)
+            # The tail of the batch, over all groups, gets the oldest place in the order.
+            top = self.counters().order + len(batch)
+            places = {write.key: top - index for index, write in enumerate(batch)}
             for group in groups:
-                self._write_group(group, report)
+                self._write_group(group, places, report)
         return report
 
     def _split(self, batch: Sequence[ChunkWrite], report: WriteReport) -> list[list[ChunkWrite]]:
@@ -202,40 +205,41 @@ class LmdbDisk(DiskTier):
         sizes = {place: memoryview(data).nbytes for place, data in write.objects.items()}
         return capacity.chunk_pages(sizes, self._budget.page_bytes)
 
-    def _write_group(self, group: list[ChunkWrite], report: WriteReport) -> None:
+    def _write_group(
+        self, group: list[ChunkWrite], places: Mapping[ChunkKey, int], report: WriteReport
+    ) -> None:
+        def put_all(txn: StoreTxn) -> None:
+            txn.counters.order = max(txn.counters.order, *places.values())
+            for write in group:
+                txn.put(write, places[write.key])
+
         needed = sum(self._pages(write) for write in group)
-        spare = {write.key for write in group}
         room = self._budget.limit - needed
+        own = {write.key for write in group}
         if self._live_pages() > room:
-            self._evict_to(min(room, self._budget.low), spare, report)
+            self._evict_to(min(room, self._budget.low), places.keys(), report)
+        if self._live_pages() > room:
+            # Only the rest of the batch is left: it is larger than the tier.
+            self._evict_to(room, own, report)
         for attempt in range(_ATTEMPTS):
             try:
-                self._transact(
-                    lambda txn: self._put_all(txn, group), "commit.before_sync", "commit.after_sync"
-                )
+                self._transact(put_all, "commit.before_sync", "commit.after_sync")
             except StoreFull:
                 # Freed pages count again after two more transactions, and an extent
                 # needs them in one piece.
                 if attempt:
-                    self._evict_to(self._live_pages() - (needed << attempt), spare, report)
+                    self._evict_to(self._live_pages() - (needed << attempt), own, report)
                 self._turn()
                 self._turn()
             else:
                 report.written += [write.key for write in group]
+                report.evicted = [key for key in report.evicted if key not in own]
                 return
         if len(group) == 1:
             report.dropped.append(Dropped(group[0].key, "no room, even after eviction"))
             return
         for write in group:
-            self._write_group([write], report)
-
-    @staticmethod
-    def _put_all(txn: StoreTxn, group: list[ChunkWrite]) -> None:
-        # The tail of the batch gets the oldest place in the order.
-        base = txn.counters.order
-        txn.counters.order += len(group)
-        for index, write in enumerate(group):
-            txn.put(write, base + len(group) - index)
+            self._write_group([write], places, report)
 
     def _turn(self) -> None:
         """An empty transaction, after which LMDB reuses pages freed before it."""

@@ -111,13 +111,18 @@ REPLIES = {
     protocol.Reserved: {**tail, "grants": st.lists(grant, max_size=4), "stored": counts},
     protocol.Committed: {**tail, "seq": count, "refused": counts},
     protocol.Done: tail,
+    protocol.Flushed: {**tail, "dropped_chunks": count},
     protocol.JsonReply: {**tail, "body": st.binary(max_size=64)},
     protocol.ErrorReply: {**tail, "code": label, "message": label, "hint": label},
 }
 any_request = st.one_of([st.builds(kind, **fields) for kind, fields in REQUESTS.items()])
 any_reply = st.one_of([st.builds(kind, **fields) for kind, fields in REPLIES.items()])
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
     | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,

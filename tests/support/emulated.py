@@ -64,13 +64,10 @@ class EmulatedEngine:
 
     def __post_init__(self) -> None:
         self.groups = tuple(
-            size if isinstance(size, Group) else groups_from_sizes([size])[0]
-            for size in self.sizes
+            size if isinstance(size, Group) else groups_from_sizes([size])[0] for size in self.sizes
         )
         self.mask = cacheable_mask(self.groups)
-        self.client = CacheClient(
-            self.url, kind="client", label=self.name, options=self.options
-        )
+        self.client = CacheClient(self.url, kind="client", label=self.name, options=self.options)
 
     def __enter__(self) -> Self:
         return self

@@ -20,12 +20,25 @@ import zmq
 
 from lmcache_persist import protocol
 from lmcache_persist.binding import Binding
+from lmcache_persist.connector import Registration
+from lmcache_persist.geometry import groups_from_sizes
 from lmcache_persist.protocol import Reply, Request
 from lmcache_persist.shm import PoolPaths
 
 UUID = "ab" * 16
 POOL_BYTES = 1 << 20
 BOOT_A, BOOT_B = "a" * 32, "b" * 32
+GROUPS = groups_from_sizes([64])
+OBJECT_BYTES = 4096
+REGISTRATION = Registration(
+    engine="engine",
+    rank=0,
+    world_size=1,
+    identity={"model": "tiny"},
+    layout={"layers": 1},
+    groups=GROUPS,
+    object_bytes=[OBJECT_BYTES],
+)
 Answer = Reply | bytes | list[bytes] | None
 Handler = Callable[[Any], Answer]
 """A reply; or raw bytes or frames; or None for silence."""
@@ -223,6 +236,8 @@ class FakeServer:
             return protocol.Reserved()
         if isinstance(message, protocol.Commit):
             return protocol.Committed(seq=len(self.got(protocol.Commit)))
+        if isinstance(message, protocol.Flush):
+            return protocol.Flushed()
         if isinstance(message, protocol.Stats | protocol.AdminInspect):
             return protocol.JsonReply(body=b'{"fake": true}')
         return protocol.Done()

@@ -94,8 +94,7 @@ class ServerProcess:
         """Start it, expect it to end by itself; its exit status and its stderr."""
         before = len(self.log())
         self.launch()
-        code = self._process().wait(START_TIMEOUT_S)
-        return code, self.log()[before:]
+        return self.wait(), self.log()[before:]
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""

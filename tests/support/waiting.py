@@ -11,9 +11,7 @@ DEFAULT_TIMEOUT_S = 20.0
 _PAUSE_S = 0.005
 
 
-def wait_until(
-    condition: Callable[[], T], what: str, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> T:
+def wait_until(condition: Callable[[], T], what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
     """The first true value of ``condition``.
 
     Raises:

@@ -69,7 +69,9 @@ def test_chain_is_the_documented_formula() -> None:
     parent = blake3(b"lmcache-persist chunk chain" + struct.pack("<II", 1, 4)).digest()
     expected = []
     for start in (0, 4):
-        body = struct.pack("<I", len(extra)) + extra + struct.pack("<4I", *tokens[start : start + 4])
+        body = (
+            struct.pack("<I", len(extra)) + extra + struct.pack("<4I", *tokens[start : start + 4])
+        )
         parent = blake3(parent + body).digest()
         expected.append(parent)
     assert chain(4, tokens, extra) == expected
@@ -99,7 +101,9 @@ def test_extra_of_one_chunk() -> None:
     """An extra per chunk counts from its chunk on."""
     tokens = list(range(256))
     one = chain(64, tokens)
-    other = chain(64, tokens, [b"", b"", hashing.encode_extra([ExtraKey(ExtraKind.LORA, b"x")]), b""])
+    other = chain(
+        64, tokens, [b"", b"", hashing.encode_extra([ExtraKey(ExtraKind.LORA, b"x")]), b""]
+    )
     assert one[:2] == other[:2]
     assert one[2] != other[2]
     assert one[3] != other[3]

@@ -27,8 +27,8 @@ from lmcache_persist.connector.vllm.kv_geometry import read_groups
 from lmcache_persist.connector.vllm.metadata import StepMetadata
 from lmcache_persist.connector.vllm.model_identity import check_identifiable
 from lmcache_persist.connector.vllm.scheduler_side import SchedulerSide
-from lmcache_persist.connector.vllm.startup import start_client
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
+from lmcache_persist.connector.vllm.startup import start_client
 from lmcache_persist.connector.vllm.worker_side import WorkerSide
 from lmcache_persist.errors import IdentityUnknown
 
@@ -95,9 +95,7 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
                 self._client, groups, vllm_config, kv_cache_config, settings, self._counters
             )
             return
-        self._scheduler = SchedulerSide(
-            self._client, groups, engine_id, settings, self._counters
-        )
+        self._scheduler = SchedulerSide(self._client, groups, engine_id, settings, self._counters)
         # Read after this constructor; "fail" would end a request over a cache's failure.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         logger.info("cache: kv_load_failure_policy is recompute, a failed load costs a prefill")
@@ -204,9 +202,7 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
         return found, bool(found)
 
     @_in_service(_nothing)
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load into these blocks, or give up the lease."""
         self._scheduler_side.after_alloc(request, blocks, num_external_tokens)
 
@@ -244,8 +240,10 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The end of a request. False: no store outlives its step, and vLLM itself keeps
-        the blocks of a load that still runs."""
+        """The end of a request, once, aborted ones too.
+
+        False: no store outlives its step, and vLLM keeps the blocks of a load that still runs.
+        """
         self._scheduler_side.request_finished(request.request_id)
         return False, None
 

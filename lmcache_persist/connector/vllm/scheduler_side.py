@@ -19,8 +19,8 @@ from lmcache_persist.connector.vllm.metadata import (
     StoreJob,
 )
 from lmcache_persist.connector.vllm.requests import TrackedRequest, extra_of, unidentified
-from lmcache_persist.connector.vllm.startup import check_expected
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
+from lmcache_persist.connector.vllm.startup import check_expected
 from lmcache_persist.errors import PersistError
 from lmcache_persist.geometry import Group, check_compatible
 from lmcache_persist.hashing import ChunkHasher
@@ -241,8 +241,9 @@ class SchedulerSide:
             result.boot_id,
             self._binding.chunk_size,
             tuple(
-                SlotsOfRun(run.rank, run.group, run.first_chunk, run.object_bytes,
-                           tuple(run.offsets))
+                SlotsOfRun(
+                    run.rank, run.group, run.first_chunk, run.object_bytes, tuple(run.offsets)
+                )
                 for run in result.runs
             ),
             tuple(first_blocks),

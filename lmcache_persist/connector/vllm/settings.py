@@ -89,9 +89,7 @@ def _check(key: str, name: str, value: Any) -> Any:
         try:
             return check_base_chunk_size(value)
         except GeometryError as error:
-            raise ConfigError(
-                f"setting {key} is {value!r}, expected a positive integer"
-            ) from error
+            raise ConfigError(f"setting {key} is {value!r}, expected a positive integer") from error
     return _check_seconds(key, value)
 
 

@@ -27,7 +27,7 @@ from lmcache_persist.connector.vllm.metadata import (
 from lmcache_persist.connector.vllm.model_identity import read_identity
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.errors import IdentityUnknown, LeaseError, PersistError, TransportError
-from lmcache_persist.geometry import Group, chunks_needed
+from lmcache_persist.geometry import Group, check_compatible, chunks_needed
 from lmcache_persist.protocol import MAX_KEYS_PER_RESERVE, Grant, Reserved
 
 STORE_WAIT_S = 0.05
@@ -125,6 +125,7 @@ class WorkerSide:
         self._client.on_change(self._server_changed)
 
     def _register_for(self, chunk_size: int) -> None:
+        check_compatible(chunk_size, self._groups)
         sizes = [
             pages.object_bytes(chunk_size // group.tokens_per_block) if pages else 0
             for pages, group in zip(self._pages, self._groups, strict=True)
@@ -147,20 +148,27 @@ class WorkerSide:
     def _server_changed(self, change: Change) -> None:
         """On the client's thread, which must not wait: another chunk size, other sizes."""
         binding = change.binding
-        if binding is None or change.cold is not None or self._registered_for == binding.chunk_size:
+        if binding is None or self._registered_for == binding.chunk_size:
             return
         threading.Thread(
             target=self._register_again,
-            args=(binding.chunk_size,),
+            args=(binding.chunk_size, change.cold is not None),
             name="lmcache-persist-register",
             daemon=True,
         ).start()
 
-    def _register_again(self, chunk_size: int) -> None:
+    def _register_again(self, chunk_size: int, cold: bool) -> None:
         with self._registering:
             if self._registered_for == chunk_size:
                 return
             try:
+                if cold:
+                    # The old registration was refused for its old sizes; a bind ends that.
+                    self._client.bind(
+                        self._groups,
+                        base=self._settings.base_chunk_size,
+                        timeout_s=REGISTER_TIMEOUT_S,
+                    )
                 self._register_for(chunk_size)
             except PersistError as error:
                 self._counters.incident("registration_failed", error)
@@ -168,8 +176,10 @@ class WorkerSide:
     # ---- steps ---------------------------------------------------------------------
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Take the step's work; the slots of its stores are asked for now, so that they are
-        there when the forward pass is over."""
+        """Take the step's work and ask for the slots of its stores.
+
+        Now, so that they are there when the forward pass is over.
+        """
         self._loads.extend(step.loads)
         self._give_up_stores()
         binding = self._client.binding

@@ -7,23 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmcache_persist.connector import CacheClient, ClientOptions
 from support.fake_server import FakeServer, make_binding
 
-from lmcache_persist.connector import CacheClient, ClientOptions, Registration
-from lmcache_persist.geometry import groups_from_sizes
-
-GROUPS = groups_from_sizes([64])
-OBJECT_BYTES = 4096
 FAST = {"request_timeout_s": 0.4, "heartbeat_s": 0.1, "reconnect_min_s": 0.02, "pool_idle_s": 0.2}
-REGISTRATION = Registration(
-    engine="engine",
-    rank=0,
-    world_size=1,
-    identity={"model": "tiny"},
-    layout={"layers": 1},
-    groups=GROUPS,
-    object_bytes=[OBJECT_BYTES],
-)
 
 
 @pytest.fixture

@@ -67,8 +67,10 @@ def test_wrapped_layers_are_read_one_by_one() -> None:
     assert read_groups(config(wrapped), 1) == (Group(GroupKind.FULL, 32, 32),)
     mixed = UniformTypeKVCacheSpecs(
         block_size=32,
-        kv_cache_specs={"a": full(), "b": ChunkedLocalAttentionSpec(
-            block_size=32, attention_chunk_size=64, **HEADS)},
+        kv_cache_specs={
+            "a": full(),
+            "b": ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=64, **HEADS),
+        },
     )
     with pytest.raises(UnsupportedGroup, match="ChunkedLocalAttentionSpec"):
         read_groups(config(mixed), 1)
@@ -108,10 +110,8 @@ def test_groups_that_are_not_transferred_are_scratch() -> None:
 
 def engine_config(isa: str = "amx") -> SimpleNamespace:
     """As much of a VllmConfig as a layout reads."""
-    module = SimpleNamespace(
-        isa=isa, attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN")
-    )
-    context = {name: module for name in ("0.a", "0.b")}
+    module = SimpleNamespace(isa=isa, attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"))
+    context = dict.fromkeys(("0.a", "0.b"), module)
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
 
 
@@ -159,6 +159,4 @@ def test_absent_layer_is_refused() -> None:
     """A layer of ours that was not registered is named."""
     cache_config = config(full(), num_blocks=10)
     with pytest.raises(UnsupportedGroup, match=r"layer 0\.b"):
-        layouts.read_layers(
-            {"0.a": caches(10)["0.a"]}, cache_config, read_groups(cache_config, 1)
-        )
+        layouts.read_layers({"0.a": caches(10)["0.a"]}, cache_config, read_groups(cache_config, 1))

@@ -29,14 +29,24 @@ class Engine:
         )
         self.weight = torch.zeros(1000)
         self.model = SimpleNamespace(
-            model=str(folder), revision=None, code_revision=None, hf_config_path=None,
-            hf_overrides={}, quantization=None, quantization_config=None, dtype=torch.bfloat16,
-            max_model_len=4096, disable_sliding_window=False, model_weights="",
+            model=str(folder),
+            revision=None,
+            code_revision=None,
+            hf_config_path=None,
+            hf_overrides={},
+            quantization=None,
+            quantization_config=None,
+            dtype=torch.bfloat16,
+            max_model_len=4096,
+            disable_sliding_window=False,
+            model_weights="",
         )
         self.load = SimpleNamespace(load_format="auto")
         self.cache = SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False)
         self.parallel = SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         )
         self.v2 = False
@@ -46,8 +56,11 @@ class Engine:
         (self.folder / "config.json").write_text(json.dumps(self.raw))
         save_file({"w": self.weight}, self.folder / "model.safetensors")
         config = SimpleNamespace(
-            model_config=self.model, load_config=self.load, cache_config=self.cache,
-            parallel_config=self.parallel, use_v2_model_runner=self.v2,
+            model_config=self.model,
+            load_config=self.load,
+            cache_config=self.cache,
+            parallel_config=self.parallel,
+            use_v2_model_runner=self.v2,
         )
         group = KVCacheGroupSpec(["l"], self.kv)
         return read_identity(config, KVCacheConfig(8, [], [group]))  # type: ignore[arg-type]
@@ -137,9 +150,7 @@ def test_cosmetic_changes_are_the_same_identity(
         {"text_config": {"rope_scaling": {"type": "longrope"}}},
     ],
 )
-def test_length_counts_where_rope_depends_on_it(
-    engine: Engine, scaling: dict[str, Any]
-) -> None:
+def test_length_counts_where_rope_depends_on_it(engine: Engine, scaling: dict[str, Any]) -> None:
     """A scaling that is not known to be independent of max_model_len makes it count."""
     engine.raw.update(scaling)
     before = engine.identity()
@@ -179,8 +190,12 @@ def test_absent_config_is_said(engine: Engine) -> None:
     """A model folder without a config has no identity."""
     engine.identity()
     (engine.folder / "config.json").unlink()
-    config = SimpleNamespace(model_config=engine.model, load_config=engine.load,
-                             cache_config=engine.cache, parallel_config=engine.parallel,
-                             use_v2_model_runner=False)
+    config = SimpleNamespace(
+        model_config=engine.model,
+        load_config=engine.load,
+        cache_config=engine.cache,
+        parallel_config=engine.parallel,
+        use_v2_model_runner=False,
+    )
     with pytest.raises(IdentityUnknown, match="config"):
         read_identity(config, KVCacheConfig(8, [], []))  # type: ignore[arg-type]

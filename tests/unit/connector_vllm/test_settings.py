@@ -56,5 +56,5 @@ def test_value_of_another_kind_is_refused_by_its_name(key: str, value: object) -
 
 def test_server_is_required() -> None:
     """Without an endpoint there is no start."""
-    with pytest.raises(ConfigError, match="persist.server is absent"):
+    with pytest.raises(ConfigError, match=r"persist\.server is absent"):
         ConnectorSettings.from_extra_config({})

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from lmcache_persist import hashing
-from lmcache_persist.hashing import ChunkHasher, ChunkHash, ExtraKey, ExtraKind
+from lmcache_persist.hashing import ChunkHash, ChunkHasher, ExtraKey, ExtraKind
 
 EXTRAS: dict[str, tuple[ExtraKey, ...]] = {
     "salt": (ExtraKey(ExtraKind.SALT, b"tenant-a"),),
@@ -68,7 +68,11 @@ def compute() -> dict[str, Any]:
         "roots": {str(size): ChunkHasher(size).root.hex() for size in (1, 256, 544, 16384)},
         "boundary_ids": {str(size): hashing.boundary_id(size) for size in (1, 256, 544, 16384)},
         "binding_id": hashing.binding_id(
-            hashing.boundary_id(544), "lmdb", "0123456789abcdef" * 2, 1, "2026-01-01T00:00:00.000001Z"
+            hashing.boundary_id(544),
+            "lmdb",
+            "0123456789abcdef" * 2,
+            1,
+            "2026-01-01T00:00:00.000001Z",
         ),
         "extras": {name: hashing.encode_extra(extra).hex() for name, extra in EXTRAS.items()},
         "extent_digests": {

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("capacity", [MIN_CAPACITY_BYTES, 64 * MIB, 100 * MIB, 8 << 30, 4 << 40])
 def test_watermarks_are_in_order(capacity: int) -> None:
-    """low < high < limit < total, and the reserve is whole extents and at least four."""
+    """The marks: low < high < limit < total, and the reserve is whole extents and at least four."""
     budget = PageBudget.of(capacity)
     assert 0 < budget.low < budget.high < budget.limit < budget.total
     assert budget.reserve % EXTENT_PAGES == 0

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_suite import Opener, StoreSuite
-from store_support import MIB, UUID, content, overwrite, positions
 
 from lmcache_persist.store import offline
 from lmcache_persist.store.base import ChunkRecord, DiskTier, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.memory_disk import MemoryDisk
+from store_suite import Opener, StoreSuite
+from store_support import MIB, UUID, content, overwrite, positions
 
 CAPACITY = 64 * MIB
 

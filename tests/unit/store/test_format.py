@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_support import key
 
 from lmcache_persist.hashing import EXTENT_BYTES
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkRecord, Place, StoredObject, StoredObjects
 from lmcache_persist.store.objects import decode_table, num_extents
+from store_support import key
 
 
 def _record(sizes: dict[Place, int], binding_id: str = "ab" * 32) -> ChunkRecord:
@@ -57,7 +57,7 @@ def test_recorded_bytes() -> None:
     encoded = fmt.encode_record(record)
     assert (fmt.FORMAT_VERSION, len(encoded)) == (1, 8 + 132 + 2 * 12 + 3 * 16)
     assert encoded[8:40].hex() == (
-        "0500000000000000" "0600000000000000" "0700000000000000" "00f1536500000000"
+        "05000000000000000600000000000000070000000000000000f1536500000000"
     )
     assert fmt.extent_key(1, Place(2, 3), 4).hex() == "00000000000000010002000300000004"
     assert fmt.order_key(258).hex() == "0000000000000102"

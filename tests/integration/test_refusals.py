@@ -1,0 +1,219 @@
+"""Refusals by a real server: what they say, and that they change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_persist.connector import ClientOptions
+from lmcache_persist.errors import ChunkTooLarge, IncompatibleAlignment
+from support.emulated import EmulatedEngine
+from support.files import snapshot
+from support.server import ServerProcess, inspect, run_cli
+
+PATIENT = ClientOptions(request_timeout_s=5.0)
+MakeServer = Callable[..., ServerProcess]
+
+
+def negotiate(server: ServerProcess, groups: str, *flags: str) -> tuple[int, dict[str, object]]:
+    """The verb's exit status and document."""
+    done = run_cli("negotiate", "--server", server.url, "--groups", groups, "--json", *flags)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_negotiation_binds_once(make_server: MakeServer) -> None:
+    """The first geometry wins, the divisor of its size is compatible, another is refused."""
+    server = make_server().start()
+    code, document = negotiate(server, "640,0,640,640,640,640", "--dry-run")
+    assert (code, document["outcome"]) == (0, "bound")
+    assert inspect(server.data_dir)["binding"] is None
+    code, document = negotiate(server, "640,0,640,640,640,640")
+    assert (code, document["outcome"]) == (0, "bound")
+    assert inspect(server.data_dir)["binding"]["chunk_size"] == 640
+    code, document = negotiate(server, "320")
+    assert (code, document["outcome"]) == (0, "compatible")
+    code, document = negotiate(server, "544")
+    assert (code, document["outcome"]) == (3, "refused")
+    assert "640" in str(document["error"])
+    assert "544" in str(document["error"])
+    rejections = inspect(server.data_dir)["rejections"]
+    assert [(row["reason"], row["count"]) for row in rejections] == [("incompatible_alignment", 1)]
+    assert negotiate(server, "544")[0] == 3
+    assert [row["count"] for row in inspect(server.data_dir)["rejections"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("groups", "base", "size"),
+    [("400", 256, 400), ("544", 1024, 1088), ("400", 1024, 1200), ("32", 256, 256)],
+)
+def test_sizes_from_the_field(
+    make_server: MakeServer, groups: str, base: int, size: int
+) -> None:
+    """A fresh server rounds the base up to the geometry's alignment."""
+    server = make_server().start()
+    code, document = negotiate(server, groups, "--base", str(base))
+    assert (code, document["outcome"]) == (0, "bound")
+    assert inspect(server.data_dir)["binding"]["chunk_size"] == size
+
+
+def test_nonsense_geometries_leave_no_trace(make_server: MakeServer) -> None:
+    """Refused geometries write nothing to the manifest, and the next good one binds."""
+    server = make_server().start()
+    manifest = server.data_dir / "manifest.sqlite"
+    before = manifest.read_bytes(), (server.data_dir / "manifest.sqlite-wal").read_bytes()
+    for groups in ("0,0", "640,-16", "16.5", "true"):
+        assert negotiate(server, groups)[0] in (2, 3)
+    after = manifest.read_bytes(), (server.data_dir / "manifest.sqlite-wal").read_bytes()
+    assert before == after
+    assert negotiate(server, "640")[1]["outcome"] == "bound"
+
+
+def test_fixed_sizes_stay_fixed(make_server: MakeServer) -> None:
+    """--chunk-size N is bound at start; what does not divide it is refused, the rest served."""
+    server = make_server("--chunk-size", "256").start()
+    assert inspect(server.data_dir)["binding"]["mode"] == "fixed"
+    with EmulatedEngine(server.url, [544], options=PATIENT) as engine:
+        with pytest.raises(IncompatibleAlignment, match=r"256.*544.*group 0"):
+            engine.join()
+    with EmulatedEngine(server.url, [64], options=PATIENT) as engine:
+        engine.join()
+        hashes = engine.hashes(list(range(257)))
+        assert engine.store(hashes) == 1
+        assert engine.lookup(hashes, 257).tokens == 256
+    assert inspect(server.data_dir)["rejections"][0]["reason"] == "incompatible_alignment"
+
+
+def test_another_fixed_size_is_refused_at_start(make_server: MakeServer) -> None:
+    """A start with another --chunk-size ends, names both numbers, changes not one byte."""
+    server = make_server().start()
+    assert negotiate(server, "544")[0] == 0
+    server.kill()
+    before = snapshot(server.data_dir)
+    server.command += ["--chunk-size", "256"]
+    code, log = server.refused()
+    assert code == 5
+    assert "256" in log
+    assert "544" in log
+    assert "Traceback" not in log
+    assert snapshot(server.data_dir) == before
+    del server.command[-2:]
+    server.command += ["--chunk-size", "544"]
+    server.start()
+    assert inspect(server.data_dir)["binding"]["mode"] == "auto"
+
+
+def test_another_base_does_not_move_a_binding(make_server: MakeServer) -> None:
+    """A restart with another base keeps the bound size and warns once."""
+    server = make_server().start()
+    assert negotiate(server, "640")[0] == 0
+    bound = inspect(server.data_dir)["binding"]
+    server.terminate()
+    server.command += ["--base-chunk-size", "1024"]
+    server.start()
+    assert inspect(server.data_dir)["binding"] == bound
+    assert server.log().count("it stays at chunk size 640") == 1
+    assert negotiate(server, "1280")[0] == 3
+
+
+def test_a_second_server_is_refused(make_server: MakeServer, root: Path) -> None:
+    """Also through a symlink the second server names the first, which still answers."""
+    first = make_server().start()
+    (root / "link").symlink_to(first.data_dir)
+    for name in ("d", "link"):
+        second = make_server(name=name, pool_dir=first.pool_dir)
+        second.log_path = root / "second.log"
+        code, log = second.refused()
+        assert code != 0
+        assert first.url in log
+        assert "Traceback" not in log
+    assert negotiate(first, "544")[0] == 0
+
+
+def test_a_chunk_larger_than_half_the_pool_is_refused(make_server: MakeServer) -> None:
+    """Registration, not the first load, says that the pool is too small, and how large."""
+    server = make_server(pool_size="4MiB").start()
+    with EmulatedEngine(server.url, [256], object_bytes=3 << 20, options=PATIENT) as engine:
+        with pytest.raises(ChunkTooLarge, match="--pool-size"):
+            engine.join()
+
+
+@pytest.fixture
+def small_mount(root: Path) -> Iterator[Path]:
+    """A tmpfs of 64 MiB."""
+    folder = root / "mount"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    subprocess.run(command, check=True, timeout=20)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+def test_a_pool_larger_than_its_file_system_is_refused(
+    make_server: MakeServer, small_mount: Path
+) -> None:
+    """The refusal has both numbers; it is no signal."""
+    server = make_server(pool_dir=small_mount, pool_size="256MiB")
+    code, log = server.refused()
+    assert code > 0
+    assert str(256 << 20) in log
+    assert str(64 << 20) in log
+
+
+def test_a_store_larger_than_its_file_system_is_refused(
+    make_server: MakeServer, small_mount: Path
+) -> None:
+    """Capacity beyond the disk ends the start with both numbers and leaves no half store."""
+    server = make_server(name="mount/d", pool_dir=small_mount.parent / "shm", capacity="256MiB")
+    server.log_path = small_mount.parent / "server.log"
+    code, log = server.refused()
+    assert code > 0
+    assert str(256 << 20) in log or str((256 << 20) + (1 << 20)) in log
+    assert not (server.data_dir / "store" / "data.mdb").exists()
+
+
+def test_left_over_bytes_without_their_manifest_are_refused(make_server: MakeServer) -> None:
+    """A store with a binding beside no manifest is refused and left alone."""
+    server = make_server().start()
+    assert negotiate(server, "544")[0] == 0
+    server.terminate()
+    kept = (server.data_dir / "manifest.sqlite").read_bytes()
+    (server.data_dir / "manifest.sqlite").unlink()
+    before = snapshot(server.data_dir)
+    code, log = server.refused()
+    assert code == 5
+    assert "manifest" in log
+    assert snapshot(server.data_dir) == before
+    (server.data_dir / "manifest.sqlite").write_bytes(kept)
+    server.start()
+
+
+def test_a_lost_or_broken_store_starts_empty_under_the_same_binding(
+    make_server: MakeServer,
+) -> None:
+    """Without its store, or with one cut short, the server says so and keeps the binding."""
+    server = make_server().start()
+    assert negotiate(server, "544")[0] == 0
+    bound = inspect(server.data_dir)["binding"]
+    server.terminate()
+    shutil.rmtree(server.data_dir / "store")
+    server.start()
+    assert inspect(server.data_dir)["binding"] == bound
+    assert "the store is gone" in server.log()
+    server.terminate()
+    os.truncate(server.data_dir / "store" / "data.mdb", 4096)
+    server.start()
+    assert inspect(server.data_dir)["binding"] == bound
+    assert "set aside" in server.log()
+    with EmulatedEngine(server.url, [544], options=PATIENT) as engine:
+        engine.join()
+        hashes = engine.hashes(list(range(545)))
+        assert engine.store(hashes) == 1
+        assert engine.lookup(hashes, 545).tokens == 544

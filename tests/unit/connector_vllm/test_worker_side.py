@@ -1,0 +1,310 @@
+"""The worker side: pages into slots, slots into pages, and reports for all of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from lmcache_persist.connector import Change
+from lmcache_persist.connector.vllm import worker_side
+from lmcache_persist.connector.vllm.counters import Counters
+from lmcache_persist.connector.vllm.metadata import LoadJob, SlotsOfRun, StepMetadata, StoreJob
+from lmcache_persist.connector.vllm.settings import ConnectorSettings
+from lmcache_persist.connector.vllm.worker_side import WorkerSide
+from lmcache_persist.errors import IdentityUnknown, ServerUnreachable
+from lmcache_persist.geometry import Group, GroupKind
+from lmcache_persist.protocol import Grant, Reserved
+from support.vllm_fakes import FakeClient, binding
+
+BLOCK, CHUNK, LAYERS, NUM_BLOCKS = 4, 8, ("a", "b"), 12
+PAGE_BYTES = 2 * BLOCK * 8 * 2
+OBJECT_BYTES = len(LAYERS) * (CHUNK // BLOCK) * PAGE_BYTES
+
+
+class FakePool:
+    """A pool in plain memory that knows how often it is pinned."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.data = bytearray(num_slots * OBJECT_BYTES)
+        self.pins = 0
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        assert self.pins == 1
+        return memoryview(self.data)[offset : offset + nbytes]
+
+    @contextlib.contextmanager
+    def pin(self) -> Iterator[FakePool]:
+        self.pins += 1
+        try:
+            yield self
+        finally:
+            self.pins -= 1
+
+    def slot(self, number: int) -> bytes:
+        return bytes(self.data[number * OBJECT_BYTES : (number + 1) * OBJECT_BYTES])
+
+
+class Rank:
+    """Rank 1 of 2 with two layers, filled with a pattern, and a pool."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.client = FakeClient(binding(CHUNK))
+        self.pool = self.client.pools["boot"] = FakePool(8)
+        self.counters = Counters()
+        monkeypatch.setattr(worker_side, "read_identity", self.identity)
+        monkeypatch.setattr(worker_side.layouts, "describe", lambda *_: {"layout": 1})
+        self.unidentified = False
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=4, dtype=torch.half)
+        config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+        engine = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=1, world_size=2),
+            kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        )
+        self.side = WorkerSide(
+            self.client,  # type: ignore[arg-type]
+            (Group(GroupKind.FULL, BLOCK, BLOCK),),
+            engine,
+            config,
+            ConnectorSettings("ipc://x"),
+            self.counters,
+        )
+        shape = (NUM_BLOCKS, 2, BLOCK, 8)
+        numbers = torch.arange(len(LAYERS) * NUM_BLOCKS * 2 * BLOCK * 8, dtype=torch.int16)
+        both = numbers.view(len(LAYERS), *shape)
+        self.caches = {name: both[at].clone().view(torch.half) for at, name in enumerate(LAYERS)}
+
+    def identity(self, *_: Any) -> dict[str, Any]:
+        if self.unidentified:
+            raise IdentityUnknown("weights are dummies")
+        return {"model": "m"}
+
+    def page(self, layer: str, block: int) -> bytes:
+        return self.caches[layer][block].contiguous().view(torch.uint8).numpy().tobytes()
+
+    def object(self, *blocks: int) -> bytes:
+        """What the slot of a chunk of these blocks holds: layer by layer, block by block."""
+        return b"".join(self.page(layer, block) for layer in LAYERS for block in blocks)
+
+    def grant(self, *grants: tuple[int, int, int]) -> None:
+        """Answer the reservation: (index, reservation, slot)."""
+        self.client.reserved.set_result(
+            Reserved(boot="boot", grants=[Grant(i, n, [s * OBJECT_BYTES]) for i, n, s in grants])
+        )
+
+    def step(self, *jobs: StoreJob) -> StepMetadata:
+        assert self.client.binding is not None
+        return StepMetadata(stores=list(jobs), binding_id=self.client.binding.binding_id)
+
+
+def job(name: bytes, *blocks: int) -> StoreJob:
+    """A chunk of these blocks."""
+    return StoreJob(name.ljust(32), 1, (blocks,))
+
+
+def load(*slots: int, first: int = 0, ids: tuple[int, ...] = (3, 4, 5, 6), **changes: Any) -> Any:
+    """A load of two chunks for rank 1, and one for rank 0 that is not ours."""
+    runs = tuple(
+        SlotsOfRun(rank, 0, 0, OBJECT_BYTES, tuple(slot * OBJECT_BYTES for slot in part))
+        for rank, part in ((0, (7, 7)), (1, slots))
+    )
+    fields = {
+        "request_id": "r",
+        "boot_id": "boot",
+        "chunk_size": CHUNK,
+        "runs": runs,
+        "first_blocks": (first,),
+        "block_ids": (ids,),
+        "null_block_id": 0,
+    }
+    return LoadJob(**{**fields, **changes})
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A registered rank."""
+    made = Rank(monkeypatch)
+    made.side.register(made.caches)
+    return made
+
+
+def test_registration_says_what_the_rank_runs(rank: Rank) -> None:
+    """Rank, world size, geometry and the bytes of one chunk's object."""
+    (registration,) = rank.client.registrations
+    assert (registration.rank, registration.world_size) == (1, 2)
+    assert registration.object_bytes == [OBJECT_BYTES]
+
+
+def test_completed_chunks_are_gathered_and_committed(rank: Rank) -> None:
+    """The slot holds the pages, layer by layer; the commit names the reservations."""
+    rank.side.begin_step(rank.step(job(b"x", 3, 9), job(b"y", 1, 2)))
+    assert rank.client.reserves[0]["rank"] == 1
+    rank.grant((0, 70, 2), (1, 71, 5))
+    rank.side.store()
+    assert rank.pool.slot(2) == rank.object(3, 9)
+    assert rank.pool.slot(5) == rank.object(1, 2)
+    assert rank.client.committed == [[70, 71]]
+    assert rank.pool.pins == 0
+
+
+def test_no_slot_no_store(rank: Rank) -> None:
+    """Chunks without a grant are dropped and counted."""
+    rank.side.begin_step(rank.step(job(b"x", 3, 9), job(b"y", 1, 2)))
+    rank.grant((1, 71, 5))
+    rank.side.store()
+    assert rank.client.committed == [[71]]
+    assert rank.counters.snapshot()["chunks_dropped_no_slot"] == 1
+
+
+def test_slots_that_come_too_late_are_given_back(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the step its blocks may hold another chunk: nothing is gathered then."""
+    monkeypatch.setattr(worker_side, "STORE_WAIT_S", 0.001)
+    rank.side.begin_step(rank.step(job(b"x", 3, 9)))
+    rank.side.store()
+    rank.grant((0, 70, 2))
+    rank.side.store()
+    assert rank.client.committed == []
+    assert rank.client.given_back == [[70]]
+    assert rank.pool.slot(2) == bytes(OBJECT_BYTES)
+
+
+@pytest.mark.parametrize("ids", [(3, NUM_BLOCKS), (3,), ()])
+def test_store_that_goes_wrong_gives_its_slots_back(rank: Rank, ids: tuple[int, ...]) -> None:
+    """Nothing half-written is ever committed."""
+    rank.side.begin_step(rank.step(job(b"x", 1, 2), StoreJob(b"y" * 32, 1, (ids,) if ids else ())))
+    rank.grant((0, 70, 2), (1, 71, 5))
+    if ids == (3,):
+        rank.pool.data = rank.pool.data[: 5 * OBJECT_BYTES]
+    rank.side.store()
+    assert rank.client.committed == []
+    assert rank.client.given_back == [[70, 71]]
+
+
+def test_server_that_is_gone_drops_stores(rank: Rank) -> None:
+    """The step goes on at once."""
+    rank.client.reserved.set_exception(ServerUnreachable("gone"))
+    rank.side.begin_step(rank.step(job(b"x", 3, 9)))
+    rank.side.store()
+    assert rank.counters.snapshot()["chunks_dropped_no_server"] == 1
+
+
+def test_stores_of_another_binding_are_dropped(rank: Rank) -> None:
+    """The scheduler's binding may be older than this rank's."""
+    made = rank.step(job(b"x", 3, 9))
+    rank.client.binding = binding(CHUNK, "t1")
+    rank.side.begin_step(made)
+    assert rank.client.reserves == []
+
+
+def test_load_fills_the_blocks(rank: Rank) -> None:
+    """Slots of this rank go into its blocks, others stay; the request is reported once."""
+    expected = [rank.object(1, 2), rank.object(9, 10)]
+    rank.pool.data[: 2 * OBJECT_BYTES] = b"".join(expected)
+    untouched = [rank.page(layer, block) for layer in LAYERS for block in (0, 7, 8, 11)]
+    rank.side.begin_step(StepMetadata(loads=[load(0, 1)]))
+    rank.side.load()
+    assert [rank.object(3, 4), rank.object(5, 6)] == expected
+    assert [rank.page(layer, block) for layer in LAYERS for block in (0, 7, 8, 11)] == untouched
+    assert rank.side.take_results() == ({"r"}, set())
+    assert rank.side.take_results() == (set(), set())
+    assert rank.pool.pins == 0
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_blocks_that_the_engine_holds_are_never_written(rank: Rank, first: int) -> None:
+    """Its own hit ends at a block, not at a chunk."""
+    ids = (3, 4, 5, 6)
+    before = [rank.object(block) for block in ids]
+    rank.pool.data[: 2 * OBJECT_BYTES] = rank.object(1, 2) + rank.object(9, 10)
+    loaded = [rank.object(block) for block in (1, 2, 9, 10)]
+    rank.side.begin_step(StepMetadata(loads=[load(0, 1, first=first)]))
+    rank.side.load()
+    assert [rank.object(block) for block in ids] == before[:first] + loaded[first:]
+    assert rank.side.take_results() == ({"r"}, set())
+
+
+def test_null_blocks_are_never_written(rank: Rank) -> None:
+    """Block 0 belongs to everybody."""
+    before = rank.object(0)
+    rank.side.begin_step(StepMetadata(loads=[load(0, 1, ids=(0, 4, 0, 0))]))
+    rank.side.load()
+    assert rank.object(0) == before
+    assert rank.object(4) == bytes(OBJECT_BYTES // 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"boot_id": "another"},
+        {"broken": "nothing was promised"},
+        {"runs": ()},
+        {"runs": (SlotsOfRun(1, 0, 0, OBJECT_BYTES - 8, (0, OBJECT_BYTES)),)},
+        {"block_ids": ((3, 4, 5, NUM_BLOCKS),)},
+    ],
+)
+def test_load_that_fails_is_reported_as_finished_and_failed(
+    rank: Rank, changes: dict[str, Any]
+) -> None:
+    """Once, whatever went wrong; and the other load of the step goes on."""
+    good = load(0, 1, request_id="good", ids=(7, 8, 9, 10))
+    rank.side.begin_step(StepMetadata(loads=[load(0, 1, **changes), good]))
+    rank.side.load()
+    assert rank.side.take_results() == ({"r", "good"}, {"r"})
+    assert rank.side.take_results() == (set(), set())
+
+
+def test_other_chunk_size_is_registered_anew(rank: Rank) -> None:
+    """A server that came back with another chunk size learns the new object sizes, and gets
+    no store before it has.
+    """
+    rank.client.registered.clear()
+    rank.client.binding = binding(2 * CHUNK, "t1")
+    made = rank.step(job(b"x", 3, 4, 5, 6))
+    rank.side.begin_step(made)
+    assert rank.client.reserves == []
+    rank.client.listeners[0](Change(2, "boot", rank.client.binding))
+    assert rank.client.registered.wait(10)
+    assert rank.client.registrations[-1].object_bytes == [2 * OBJECT_BYTES]
+
+
+def test_server_that_comes_later_is_registered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that started without a server registers when there is one."""
+    made = Rank(monkeypatch)
+    bound, made.client.binding = made.client.binding, None
+    made.side.register(made.caches)
+    assert made.client.registrations == []
+    made.client.binding = bound
+    made.client.listeners[0](Change(1, "boot", bound))
+    assert made.client.registered.wait(10)
+
+
+def test_incompatible_server_is_not_registered_with(rank: Rank) -> None:
+    """Blocks of 4 do not end where chunks of 10 end: nothing is stored there."""
+    rank.side._register_again(10, cold=False)
+    assert len(rank.client.registrations) == 1
+    assert rank.counters.snapshot()["registration_failed"] == 1
+
+
+def test_same_chunk_size_is_not_registered_twice(rank: Rank) -> None:
+    """The client repeats a registration by itself."""
+    rank.client.registered.clear()
+    rank.client.listeners[0](Change(2, "boot2", binding(CHUNK, "t1")))
+    assert not rank.client.registered.is_set()
+    assert len(rank.client.registrations) == 1
+
+
+def test_model_without_an_identity_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dummy weights: the engine runs, nothing is stored, nothing raised."""
+    made = Rank(monkeypatch)
+    made.unidentified = True
+    made.side.register(made.caches)
+    assert made.client.registrations == []
+    made.side.begin_step(made.step(job(b"x", 3, 9)))
+    assert made.client.reserves == []
