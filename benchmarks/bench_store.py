@@ -118,7 +118,7 @@ def bench(
 def bench_find(directory: Path) -> None:
     """Records of 512 chunks with 48 objects each."""
     disk = LmdbDisk.open(directory, GIB)
-    keys = [ChunkKey(random.Random(number).randbytes(64)) for number in range(512)]
+    keys = [ChunkKey(bytes(32) + random.Random(number).randbytes(32)) for number in range(512)]
     data = bytes(4096)
     places = [Place(rank, group) for rank in range(8) for group in range(6)]
     disk.write([ChunkWrite(key, dict.fromkeys(places, data)) for key in keys])

@@ -29,9 +29,18 @@ def plain(text: object) -> str:
     )
 
 
+class _OutputFailed(Exception):
+    """Stdout is a full disk, or the like."""
+
+
 def write(text: str) -> None:
     """One line, or several, to stdout."""
-    sys.stdout.write(text + "\n")
+    try:
+        sys.stdout.write(text + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputFailed(error.strerror) from error
 
 
 def write_json(document: Any) -> None:
@@ -102,6 +111,9 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
             code = ExitCode.INTERRUPTED
         except BrokenPipeError:
             code = ExitCode.BROKEN_PIPE
+        except _OutputFailed as error:
+            say(f"error: stdout cannot be written: {error}")
+            code = ExitCode.FAILED
         raise typer.Exit(finish(code))
 
     return run
@@ -110,7 +122,7 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
 def _write_last(document: Any) -> None:
     try:
         write_json(document)
-    except OSError:
+    except (OSError, _OutputFailed):
         return  # the error itself has been said on stderr
 
 
@@ -121,7 +133,8 @@ def finish(code: int) -> int:
     except BrokenPipeError:
         code = ExitCode.BROKEN_PIPE
     except OSError as error:
-        say(f"error: stdout cannot be written: {error.strerror}")
+        if code != ExitCode.FAILED:
+            say(f"error: stdout cannot be written: {error.strerror}")
         code = ExitCode.FAILED
     else:
         return code

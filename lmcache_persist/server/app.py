@@ -61,9 +61,9 @@ def serve(settings: Settings) -> int:
         log.info("setting %s", line)
     for warning in settings.warnings():
         log.warning("%s", warning)
-    warning = check_file_system(settings.data_dir, allow_network_fs=settings.allow_network_fs)
-    if warning:
-        log.warning("%s", warning)
+    network = check_file_system(settings.data_dir, allow_network_fs=settings.allow_network_fs)
+    if network:
+        log.warning("%s", network)
     paths = make_data_dir(settings.data_dir, group_id=settings.group_id)
     with DataDirLock.acquire(paths.root, group_id=settings.group_id) as lock:
         crashed = crashes.crashed_last_time(paths)
@@ -220,4 +220,3 @@ def _log_to_stderr(level: str) -> None:
         force=True,
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)
-

@@ -178,9 +178,7 @@ class Binder:
         state, at = self._state, utc_now()
         state.run(
             state.clerk,
-            lambda: state.manifest.record_rejection(
-                reason=error.code, detail=error.message, at=at
-            ),
+            lambda: state.manifest.record_rejection(reason=error.code, detail=error.message, at=at),
             _log_failure,
         )
 

@@ -128,9 +128,7 @@ class HttpServer:
                 hint="choose another --http HOST:PORT",
             ) from error
         self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 
     @property

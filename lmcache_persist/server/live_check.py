@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lmcache_persist import protocol
-from lmcache_persist.errors import ObjectCorrupt, PersistError, StoreIOError
+from lmcache_persist.errors import MalformedMessage, ObjectCorrupt, PersistError, StoreIOError
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.base import CHUNK_KEY_BYTES, ChunkKey, ChunkRecord, DiskTier
@@ -50,7 +50,7 @@ class LiveCheck:
             answer(protocol.JsonReply(body=json.dumps(document).encode()))
 
         if message.cursor and len(message.cursor) != CHUNK_KEY_BYTES:
-            raise protocol.MalformedMessage(
+            raise MalformedMessage(
                 f"cursor has {len(message.cursor)} bytes, expected {CHUNK_KEY_BYTES} or none"
             )
         state.run(state.readers, lambda: check_some(state.disk, message.cursor), then)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -81,7 +82,7 @@ class Loop:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
         while self._running:
-            ready = dict(poller.poll(1000 * self._state.timers.next_in_s(POLL_S)))
+            ready = dict(poller.poll(math.ceil(1000 * self._state.timers.next_in_s(POLL_S))))
             if self._mailbox.fd in ready:
                 self._guard(self._mailbox.drain)
             if self._socket in ready:
@@ -147,9 +148,7 @@ class Loop:
     def _send(self, peer: bytes, request_id: bytes, reply: protocol.Reply | PersistError) -> None:
         if isinstance(reply, PersistError):
             reply = error_reply(reply)
-        body = protocol.encode_reply(
-            reply, self._state.boot_id, self._state.sequence.durable_seq
-        )
+        body = protocol.encode_reply(reply, self._state.boot_id, self._state.sequence.durable_seq)
         try:
             self._socket.send_multipart([peer, request_id, body], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):

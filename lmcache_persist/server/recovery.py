@@ -262,4 +262,3 @@ def _or_close(disk: lmdb_disk.LmdbDisk, action: Callable[[], None]) -> lmdb_disk
         disk.close()
         raise
     return disk
-

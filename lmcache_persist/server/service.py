@@ -117,9 +117,7 @@ class Service:
             "endpoint": state.endpoint,
             "started_at": state.started_at,
             "chunk_size": state.binding.chunk_size if state.binding else None,
-            "counters": {
-                name: getattr(state.counters, name) for name in state.counters.__slots__
-            },
+            "counters": {name: getattr(state.counters, name) for name in state.counters.__slots__},
             "committed_seq": state.sequence.last,
             "durable_seq": state.sequence.durable_seq,
             "pool": {
@@ -149,9 +147,7 @@ class Service:
             },
         }
 
-    def _inspect(
-        self, session: Session, message: protocol.AdminInspect, answer: Answer
-    ) -> None:
+    def _inspect(self, session: Session, message: protocol.AdminInspect, answer: Answer) -> None:
         live = self.stats()
         state = self._state
 

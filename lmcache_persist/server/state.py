@@ -65,48 +65,6 @@ class Counters:
     dead_clients: int = 0
 
 
-@dataclass(slots=True)
-class ServerState:
-    """The parts of one server. The loop owns all of it; see each part for its threads."""
-
-    settings: Settings
-    boot_id: str
-    manifest: Manifest
-    disk: DiskTier
-    pool: Pool
-    memory: MemoryTier
-    sequence: CommitSequence
-    mailbox: Mailbox
-    writer: Writer
-    binding: Binding | None
-    endpoint: str
-    started_at: str
-    counters: Counters = field(default_factory=Counters)
-    timers: Timers = field(default_factory=lambda: Timers())
-    clerk: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="clerk")
-    )
-    readers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
-    )
-
-    def run(
-        self,
-        executor: ThreadPoolExecutor,
-        work: Callable[[], T],
-        then: Callable[[Future[T]], None],
-    ) -> None:
-        """Do ``work`` on another thread, then call ``then`` with its future on the loop."""
-        executor.submit(work).add_done_callback(
-            lambda future: self.mailbox.post(lambda: then(future))
-        )
-
-    @property
-    def binding_id(self) -> str:
-        """The binding's id, empty while unbound: the form that messages carry."""
-        return self.binding.binding_id if self.binding else ""
-
-
 class Timers:
     """Callables with a time, for the loop."""
 
@@ -129,3 +87,45 @@ class Timers:
         if not self._heap:
             return at_most
         return max(0.0, min(at_most, self._heap[0][0] - time.monotonic()))
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The parts of one server. The loop owns all of it; see each part for its threads."""
+
+    settings: Settings
+    boot_id: str
+    manifest: Manifest
+    disk: DiskTier
+    pool: Pool
+    memory: MemoryTier
+    sequence: CommitSequence
+    mailbox: Mailbox
+    writer: Writer
+    binding: Binding | None
+    endpoint: str
+    started_at: str
+    counters: Counters = field(default_factory=Counters)
+    timers: Timers = field(default_factory=Timers)
+    clerk: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="clerk")
+    )
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
+    )
+
+    def run(
+        self,
+        executor: ThreadPoolExecutor,
+        work: Callable[[], T],
+        then: Callable[[Future[T]], None],
+    ) -> None:
+        """Do ``work`` on another thread, then call ``then`` with its future on the loop."""
+        executor.submit(work).add_done_callback(
+            lambda future: self.mailbox.post(lambda: then(future))
+        )
+
+    @property
+    def binding_id(self) -> str:
+        """The binding's id, empty while unbound: the form that messages carry."""
+        return self.binding.binding_id if self.binding else ""

@@ -35,9 +35,7 @@ class Stores:
     Threads: the loop.
     """
 
-    def __init__(
-        self, state: ServerState, registry: Registry, on_room: Callable[[], None]
-    ) -> None:
+    def __init__(self, state: ServerState, registry: Registry, on_room: Callable[[], None]) -> None:
         self._state = state
         self._registry = registry
         self._on_room = on_room

@@ -44,6 +44,9 @@ MAX_PENDING_TOUCHES = 1 << 16
 _ATTEMPTS = 6
 """Tries to fit a batch, each after evicting twice as much as the one before."""
 
+_SLOW_READ_S = 1.0
+"""Seconds that a write without room waits for reads that keep freed pages."""
+
 _READERS_GONE_S = 10.0
 """Seconds that closing waits for reads in progress."""
 
@@ -225,12 +228,14 @@ class LmdbDisk(DiskTier):
             try:
                 self._transact(put_all, "commit.before_sync", "commit.after_sync")
             except StoreFull:
-                # Freed pages count again after two more transactions, and an extent
-                # needs them in one piece.
+                if not self._freed_pages_return():
+                    report.dropped += [
+                        Dropped(write.key, "a slow read keeps freed pages") for write in group
+                    ]
+                    return
                 if attempt:
+                    # An extent needs its pages in one piece.
                     self._evict_to(self._live_pages() - (needed << attempt), own, report)
-                self._turn()
-                self._turn()
             else:
                 report.written += [write.key for write in group]
                 report.evicted = [key for key in report.evicted if key not in own]
@@ -247,7 +252,19 @@ class LmdbDisk(DiskTier):
         def count(txn: StoreTxn) -> None:
             txn.counters.turns += 1
 
-        self._transact(count)
+        try:
+            self._transact(count)
+        except StoreFull:
+            logger.debug("store %s: no page left to turn with", self.directory)
+
+    def _freed_pages_return(self) -> bool:
+        """Let LMDB reuse what was freed; False while a slow read keeps it from that."""
+        if not self._reader.older_reads_ended(_SLOW_READ_S):
+            return False
+        # Pages count again two transactions after the one that freed them.
+        self._turn()
+        self._turn()
+        return True
 
     def _live_pages(self) -> int:
         with mapping_errors("the store cannot be read"), self._env.begin() as txn:
@@ -277,8 +294,7 @@ class LmdbDisk(DiskTier):
                 )
             except StoreFull:
                 # Only while a slow read keeps pages from being reused.
-                if count == 1:
-                    logger.warning("store %s: no room to evict in", self.directory)
+                if count == 1 or not self._reader.older_reads_ended(_SLOW_READ_S):
                     return []
                 count = max(1, count // 8)
 

@@ -58,7 +58,8 @@ class StoreReader:
         self._env = env
         self._dbs = dbs
         self._state = threading.Condition()
-        self._reading = 0
+        self._reads: dict[int, None] = {}  # numbers of those in progress
+        self._last_read = 0
         self._closed = False
         self._bad: dict[ChunkKey, int | None] = {}  # serial, None: the record itself
         with mapping_errors("the store cannot be read"), env.begin(buffers=True) as txn:
@@ -74,14 +75,16 @@ class StoreReader:
         with self._state:
             if self._closed:
                 raise StoreIOError("the store is closed")
-            self._reading += 1
+            self._last_read += 1
+            number = self._last_read
+            self._reads[number] = None
         try:
             with mapping_errors("a read from the store failed"):
                 with self._env.begin(buffers=True) as txn:
                     yield txn
         finally:
             with self._state:
-                self._reading -= 1
+                del self._reads[number]
                 self._state.notify_all()
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
@@ -150,9 +153,9 @@ class StoreReader:
                         record, place, f"extent {index} has {len(value)} bytes, not {len(part)}"
                     )
                 self._extents.read(value, part)
-        for index, (part, digest) in enumerate(zip(parts, stored.digests, strict=True)):
-            if extent_digest(part) != digest:
-                raise self._corrupt(record, place, f"extent {index} has another digest")
+                # At once, while the extent is in the processor's cache.
+                if extent_digest(part) != stored.digests[index]:
+                    raise self._corrupt(record, place, f"extent {index} has another digest")
         return True
 
     def _holds(self, txn: lmdb.Transaction[memoryview], record: ChunkRecord) -> bool:
@@ -197,6 +200,14 @@ class StoreReader:
         """
         self._extents.read(value, into)
 
+    def older_reads_ended(self, timeout_s: float) -> bool:
+        """Wait until no read that is in progress now keeps freed pages; False if one does."""
+        with self._state:
+            last = self._last_read
+            return self._state.wait_for(
+                lambda: all(number > last for number in self._reads), timeout_s
+            )
+
     def close(self, timeout_s: float) -> None:
         """Refuse new reads and wait for those in progress; the environment stays open.
 
@@ -205,7 +216,7 @@ class StoreReader:
         """
         with self._state:
             self._closed = True
-            if not self._state.wait_for(lambda: not self._reading, timeout_s):
+            if not self._state.wait_for(lambda: not self._reads, timeout_s):
                 raise StoreIOError(
                     f"the store is still being read after {timeout_s} s and stays open"
                 )

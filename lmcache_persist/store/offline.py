@@ -19,8 +19,20 @@ from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkRecord, Usage
 from lmcache_persist.store.check import Violation, check_store
+from lmcache_persist.store.data_file import set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
+
+__all__ = [
+    "OfflineStore",
+    "StorePeek",
+    "Violation",
+    "check",
+    "looks_damaged",
+    "peek",
+    "set_aside",
+    "verify_pages",
+]
 
 
 @dataclass(frozen=True, slots=True)

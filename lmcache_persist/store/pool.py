@@ -9,6 +9,7 @@ of the dead server drops its mapping, for which a start waits a bounded time.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import secrets
@@ -19,7 +20,9 @@ from pathlib import Path
 
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
 from lmcache_persist.hashing import EXTENT_BYTES
-from lmcache_persist.shm import PoolPaths, client_is_dead, try_flock
+from lmcache_persist.shm import POOL_PREFIX, PoolPaths, client_is_dead, try_flock
+
+log = logging.getLogger(__name__)
 
 STAMP_BYTES = 16
 """Bytes of the random stamp at each extent's head of a reserved slot."""
@@ -76,6 +79,7 @@ class Pool:
         try:
             paths.pool.unlink(missing_ok=True)
             _remove_dead_clients(paths)
+            sweep_dead_pools(paths.pool.parent)
             paths.clients.mkdir(mode=0o700, exist_ok=True)
             file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
         except BaseException:
@@ -86,7 +90,7 @@ class Pool:
                 os.fchown(file_fd, -1, group_gid)
                 os.fchmod(file_fd, 0o660)
                 os.chown(paths.clients, -1, group_gid)
-                os.chmod(paths.clients, 0o2770)
+                os.chmod(paths.clients, 0o2770)  # noqa: S103 - what --group asks for
                 os.fchown(lock_fd, -1, group_gid)
                 os.fchmod(lock_fd, 0o640)
             return cls(paths, size_bytes, lock_fd, file_fd)
@@ -131,6 +135,29 @@ class Pool:
         os.close(self._lock_fd)
 
 
+def sweep_dead_pools(folder: Path) -> None:
+    """Remove what servers left that were killed and never came back to their data dir.
+
+    Only under the dead server's lock, so a living one's files stay, whatever its PID
+    namespace; clients that still read from a removed pool keep their mapping.
+    """
+    for lock in folder.glob(f"{POOL_PREFIX}*.server.lock"):
+        paths = PoolPaths(lock.with_name(lock.name.removesuffix(".server.lock") + ".pool"))
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            if try_flock(fd) and os.path.samestat(os.fstat(fd), os.stat(lock)):
+                paths.pool.unlink(missing_ok=True)
+                shutil.rmtree(paths.clients, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("left-over pool %s cannot be removed: %s", paths.pool, error.strerror)
+        finally:
+            os.close(fd)
+
+
 def _take_server_lock(paths: PoolPaths) -> int:
     while True:
         fd = os.open(
@@ -155,9 +182,7 @@ def _take_server_lock(paths: PoolPaths) -> int:
         os.close(fd)  # its owner removed it while we waited: take the new one
 
 
-def _allocate(
-    path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str], None]
-) -> int:
+def _allocate(path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str], None]) -> int:
     room = os.statvfs(path.parent)
     total = room.f_blocks * room.f_frsize
     if total and total < size_bytes:

@@ -5,6 +5,7 @@ After each, the next start is in the state before the step or after it, never in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -94,9 +95,9 @@ def test_a_commit_is_all_or_nothing(make_server: MakeServer, point: str) -> None
     with EmulatedEngine(server.url, [256], options=QUICK) as engine:
         engine.join()
         hashes = engine.hashes([2, *range(256 * NUM_CHUNKS)])
-        with pytest.raises(TransportError):
+        # The kill may come before or after the answer to the commit.
+        with contextlib.suppress(TransportError):
             engine.store(hashes)
-            engine.client.flush(20)
         wait_until(lambda: engine.client.breaker_open, "the server is dead")
     assert server.wait() == -9
     server._env = fresh_env

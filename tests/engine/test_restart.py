@@ -134,10 +134,15 @@ def test_tensor_parallel_engine_has_a_cache_of_its_own(stored: Stored, start: St
 
 
 def test_other_dtype_never_sees_this_one_s_bytes(stored: Stored, start: Starter) -> None:
-    """Same model name, same data dir, float16 instead of bfloat16: cold, and right."""
+    """Same model name, same data dir, float16 after bfloat16: cold, and right."""
     server = start.server(stored.data_dir)
-    engine = start.engine(server, dtype="float16").wait_ready()
-    result = ask(engine, LONG)
+    first = start.engine(server, dtype="bfloat16").wait_ready()
+    assert ask(first, LONG)["cached_tokens"] == 0
+    assert first.call("reset_prefix_cache")
+    assert ask(first, LONG)["cached_tokens"] == 1088
+    first.kill()
+    second = start.engine(server, dtype="float16").wait_ready()
+    result = ask(second, LONG)
     assert result["cached_tokens"] == 0
-    assert_same(result, ask_uncached(engine, LONG))
-    assert len({one["fingerprint"] for one in server.inspect()["models"]}) >= 2
+    assert_same(result, ask_uncached(second, LONG))
+    assert len({one["fingerprint"] for one in server.inspect()["models"]}) >= 3

@@ -52,9 +52,7 @@ def test_negotiation_binds_once(make_server: MakeServer) -> None:
     ("groups", "base", "size"),
     [("400", 256, 400), ("544", 1024, 1088), ("400", 1024, 1200), ("32", 256, 256)],
 )
-def test_sizes_from_the_field(
-    make_server: MakeServer, groups: str, base: int, size: int
-) -> None:
+def test_sizes_from_the_field(make_server: MakeServer, groups: str, base: int, size: int) -> None:
     """A fresh server rounds the base up to the geometry's alignment."""
     server = make_server().start()
     code, document = negotiate(server, groups, "--base", str(base))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -293,8 +294,12 @@ def test_forked_child_is_refused(serve: Serve, connect: Connect) -> None:
     pool = client.pool(BOOT_A)
     assert pool is not None
     read_end, write_end = os.pipe()
+    # As if another thread were just handing work in: in the child nobody lets go of it.
+    guard = client._session._transport._inbox._guard
+    guard.acquire()
     child = os.fork()
     if child == 0:
+        signal.alarm(20)
         verdict = b"used"
         try:
             client.commit([1])
@@ -308,6 +313,7 @@ def test_forked_child_is_refused(serve: Serve, connect: Connect) -> None:
         client.close()
         os.write(write_end, verdict)
         os._exit(0)
+    guard.release()
     os.close(write_end)
     assert os.read(read_end, 100) == b"refused"
     os.close(read_end)

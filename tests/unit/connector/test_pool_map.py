@@ -156,6 +156,7 @@ def test_reap_leaves_time_for_loads_on_their_way(owner: Owner) -> None:
     """The idle time counts from the death of the server at the earliest."""
     maps = PoolMaps(idle_s=3600.0, touch=False)
     old = maps.attach(BOOT_A, owner.info)
+    old._idle_since = float("-inf")
     owner.die()
     assert maps.reap(None)
     assert not old.closed

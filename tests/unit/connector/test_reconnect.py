@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -175,6 +176,31 @@ def test_message_made_for_the_last_connection_is_not_sent(serve: Serve, connect:
     body = protocol.encode(protocol.Commit(**link.header(), reservations=[1]))
     session.send(link, body, LATE_S, answered.set_result)
     assert isinstance(answered.result(20), Stale)
+    client.ping()
+    assert not second.got(protocol.Commit)
+
+
+def test_socket_never_connects_twice(serve: Serve, connect: Connect) -> None:
+    """Work that waits for a busy I/O thread while the server is replaced never reaches the new."""
+    first = serve()
+    client = connect("worker")
+    entered, gate = threading.Event(), threading.Event()
+
+    def block(change: Change) -> None:
+        if change.boot_id == BOOT_A:
+            entered.set()
+            gate.wait(20)
+
+    client.on_change(block)
+    assert entered.wait(20)
+    first.close()
+    second = serve(boot=BOOT_B)
+    asked = [client.commit([number]) for number in range(3)]
+    # Long enough for a socket that connects again by itself.
+    stays(lambda: not second.requests, "the I/O thread is busy", 0.4)
+    gate.set()
+    assert all(isinstance(future.exception(20), TransportError) for future in asked)
+    wait_until(lambda: client.boot_id == BOOT_B, "the new server is known")
     client.ping()
     assert not second.got(protocol.Commit)
 

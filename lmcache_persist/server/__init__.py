@@ -1,0 +1,1 @@
+"""The server: one ROUTER loop, and the threads that keep slow work off it."""
