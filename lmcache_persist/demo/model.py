@@ -35,7 +35,9 @@ def make_llama(directory: Path, *, seed: int = 0, layers: int = 4) -> Path:
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,

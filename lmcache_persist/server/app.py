@@ -171,7 +171,8 @@ class Server:
                 self._http = HttpServer(self._settings.http, self.service)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.loop.stop())
-            print(f"ready {state.endpoint}", flush=True)
+            sys.stdout.write(f"ready {state.endpoint}\n")
+            sys.stdout.flush()
             self.loop.run()
             clean = True
         finally:

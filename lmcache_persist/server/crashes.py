@@ -9,6 +9,7 @@ even if its pages look well, so that there is never a crash loop.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ def watch(paths: DataDir) -> TextIO:
     """
     if crashed_last_time(paths):
         chain = [paths.crash_log, *_older(paths)]
-        for newer, older in reversed(list(zip(chain, chain[1:], strict=False))):
+        for newer, older in reversed(list(itertools.pairwise(chain))):
             if newer.exists():
                 os.replace(newer, older)
     file = open(paths.crash_log, "w", encoding="utf-8")  # noqa: SIM115 - lives with the server

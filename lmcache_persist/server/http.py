@@ -98,7 +98,7 @@ class HttpServer:
         class Handler(BaseHTTPRequestHandler):
             timeout = TIMEOUT_S
 
-            def do_GET(self) -> None:  # noqa: N802 - the base class's name
+            def do_GET(self) -> None:
                 if self.path == "/metrics":
                     self._reply(200, generate_latest(registry), CONTENT_TYPE_LATEST)
                 elif self.path == "/healthz":

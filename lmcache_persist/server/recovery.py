@@ -223,10 +223,11 @@ def _check_understood(binding: Binding) -> None:
 
 def _notes(binding: Binding, settings: Settings) -> tuple[str, ...]:
     if binding.mode == MODE_AUTO and settings.base_chunk_size != binding.base_chunk_size:
-        return (
+        note = (
             f"base chunk size is {settings.base_chunk_size}, but this data dir was bound from"
-            f" {binding.base_chunk_size}: it stays at chunk size {binding.chunk_size}",
+            f" {binding.base_chunk_size}: it stays at chunk size {binding.chunk_size}"
         )
+        return (note,)
     return ()
 
 

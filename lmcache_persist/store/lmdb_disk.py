@@ -31,6 +31,7 @@ from lmcache_persist.store.base import (
     WriteReport,
     check_stamp,
 )
+from lmcache_persist.store.filesystem import keeps_preallocated_space
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader
@@ -54,7 +55,14 @@ _T = TypeVar("_T")
 
 
 class LmdbDisk(DiskTier):
-    """A disk tier in one LMDB environment. Made by :meth:`open`."""
+    """A disk tier in one LMDB environment. Made by :meth:`open`.
+
+    Attributes:
+        directory: the store's folder.
+        relaxed: whether commits are not synced.
+        started_clean: whether the last server closed the store.
+        space_guaranteed: whether preallocated space is promised by the file system.
+    """
 
     backend = "lmdb"
 
@@ -75,6 +83,13 @@ class LmdbDisk(DiskTier):
         self.uuid = meta.uuid
         self.format_version = meta.format_version
         self.started_clean = meta.clean_shutdown
+        self.space_guaranteed = keeps_preallocated_space(directory)
+        if not self.space_guaranteed:
+            logger.warning(
+                "store %s: this file system does not promise preallocated space; a full disk"
+                " would end the server",
+                directory,
+            )
         self._stamp = meta.stamp
         self._budget = self._reader.budget
 

@@ -22,7 +22,13 @@ class CommitSequence:
         return self.last
 
     def add(self, seq: int) -> None:
-        """One more chunk of commit ``seq`` is not settled yet."""
+        """One more chunk of commit ``seq``, the last one begun, is not settled yet.
+
+        Raises:
+            ValueError: a later commit was begun: ``durable_seq`` may have passed ``seq``.
+        """
+        if seq != self.last:
+            raise ValueError(f"commit {seq} is closed, the last one is {self.last}")
         self._open[seq] = self._open.get(seq, 0) + 1
 
     def settle(self, seq: int) -> None:

@@ -138,32 +138,22 @@ def assert_durable(printed: Printed, held: set[ChunkKey], removed: int) -> None:
     assert len(missing) <= unprinted, f"lost without an eviction: {missing}"
 
 
-@pytest.mark.parametrize("nth", [1, 9, 60])
+PASSES = {
+    "bind.after_stamp": [1],
+    "commit.before_write": [1, 9, 35],
+    "commit.after_extents": [1, 9, 60],
+    "commit.before_sync": [1, 9, 35],
+    "commit.after_sync": [1, 9, 35],
+    "evict.before_sync": [1, 2, 4],
+    "evict.after_sync": [1, 2, 4],
+}
+
+
 @pytest.mark.parametrize(
-    "point",
-    [
-        "bind.after_stamp",
-        "commit.before_write",
-        "commit.after_extents",
-        "commit.before_sync",
-        "commit.after_sync",
-        "evict.before_sync",
-        "evict.after_sync",
-    ],
+    ("point", "nth"), [(point, nth) for point, passes in PASSES.items() for nth in passes]
 )
 def test_kill_at_failpoint(tmp_path: Path, seed: int, point: str, nth: int) -> None:
     """The next start finds the state before or after the step, never in between."""
-    if point == "bind.after_stamp" and nth > 1:
-        pytest.skip("a store is stamped once")
-    nth = {
-        ("commit.before_write", 60): 35,
-        ("commit.before_sync", 60): 35,
-        ("commit.after_sync", 60): 35,
-        ("evict.before_sync", 60): 4,
-        ("evict.after_sync", 60): 4,
-        ("evict.before_sync", 9): 2,
-        ("evict.after_sync", 9): 2,
-    }.get((point, nth), nth)
     print(f"seed {seed}, {point} at pass {nth}")
     printed = run_child(tmp_path / "store", seed, spec=f"{point}=kill@{nth}")
     assert not printed.done, "the failpoint was never passed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lmcache_persist.connector import ClientOptions
 from lmcache_persist.errors import Stale
 from lmcache_persist.geometry import Group, GroupKind
-from support.emulated import EmulatedEngine
+from support.emulated import EmulatedEngine, pattern
 from support.server import ServerProcess, inspect, run_cli
 from support.waiting import wait_until
 
@@ -229,3 +230,42 @@ def test_a_message_of_another_boot_is_stale(server: ServerProcess) -> None:
         reply = ask(socket, protocol.Ping(boot="0" * 32, session=welcome.session))
         assert isinstance(reply, protocol.ErrorReply)
         assert reply.code == Stale.code
+
+
+def test_altered_bytes_are_a_miss_and_never_served(
+    make_server: Callable[..., ServerProcess],
+) -> None:
+    """A bit flipped on disk costs its chunk and what follows it; the chunk is dropped."""
+    server = make_server().start()
+    with EmulatedEngine(server.url, [256], options=PATIENT) as engine:
+        engine.join()
+        hashes, num_tokens = store_and_flush(engine, 4)
+        victim = pattern(hashes[2], 0, 0, engine.object_bytes)
+    server.terminate()
+    data = server.data_dir / "store" / "data.mdb"
+    content = data.read_bytes()
+    at = content.index(victim[:4096]) + 1000
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    assert run_cli("verify", str(server.data_dir)).returncode == 1
+    server.start()
+    with EmulatedEngine(server.url, [256], options=PATIENT) as engine:
+        engine.join()
+        assert engine.lookup(hashes, num_tokens).tokens == 2 * 256
+        assert engine.client.stats(20)["counters"]["corrupt_chunks"] == 1
+        assert engine.store(hashes) == 4
+        engine.client.flush(20)
+        assert engine.lookup(hashes, num_tokens).tokens == 4 * 256
+    server.terminate()
+    assert run_cli("verify", str(server.data_dir)).returncode == 0
+
+
+def test_verify_asks_a_live_server(server: ServerProcess) -> None:
+    """``verify`` beside a running server checks every object through it."""
+    with EmulatedEngine(server.url, [256], options=PATIENT) as engine:
+        engine.join()
+        store_and_flush(engine, 4)
+    done = run_cli("verify", str(server.data_dir), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["checked_objects"] == 4

@@ -187,7 +187,15 @@ def test_no_data_dir_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["- a\n", "capacity: [1]\n", "capacity: {a: 1}\n", "a: b: c\n", "just words\n", "\x00", "x: &a 1\ny: *b\n"],
+    [
+        "- a\n",
+        "capacity: [1]\n",
+        "capacity: {a: 1}\n",
+        "a: b: c\n",
+        "just words\n",
+        "\x00",
+        "x: &a 1\ny: *b\n",
+    ],
 )
 def test_a_file_that_is_no_flat_mapping_is_refused(tmp_path: Path, text: str) -> None:
     """Broken or nested YAML is a clear error, never a default."""

@@ -179,7 +179,11 @@ except DataDirUnusable as error:
 END
 """
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")

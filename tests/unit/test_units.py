@@ -29,7 +29,22 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["8G", "8g", "10M", "", "GiB", "-1", "1e9", "0x10", "1_000", "8 G iB", "0.3B", "٣", "nan", "inf"],
+    [
+        "8G",
+        "8g",
+        "10M",
+        "",
+        "GiB",
+        "-1",
+        "1e9",
+        "0x10",
+        "1_000",
+        "8 G iB",
+        "0.3B",
+        "٣",
+        "nan",
+        "inf",
+    ],
 )
 def test_what_is_no_clear_size_is_refused(text: str) -> None:
     """An ambiguous unit, a sign or a spelling of other languages is never guessed at."""

@@ -247,6 +247,7 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.request_finished(request.request_id)
         return False, None
 
+    @_in_service(lambda: False)
     def reset_cache(self) -> bool | None:
         """Stop using the cache: what runs from here on may have other weights."""
         self._scheduler_side.stop("the engine reset it, so its weights may be others now")

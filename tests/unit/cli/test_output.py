@@ -60,7 +60,9 @@ def test_help_works_everywhere_and_has_an_example(
 
 def test_every_setting_is_a_flag_of_serve_and_the_other_way_round() -> None:
     """Neither a setting without a flag nor a flag that is no setting."""
-    [serve] = [info.callback for info in app.registered_commands if info.callback.__name__ == "serve"]  # type: ignore[union-attr]
+    [serve] = [
+        info.callback for info in app.registered_commands if info.callback.__name__ == "serve"
+    ]  # type: ignore[union-attr]
     assert serve is not None
     flags = set(python_inspect.signature(serve).parameters)
     assert flags == {setting.name for setting in SETTINGS} | {"config"}

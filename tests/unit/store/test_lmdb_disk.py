@@ -538,3 +538,15 @@ def test_slow_read_is_no_one_way_street(opened: Opener, monkeypatch: pytest.Monk
     for number in range(100, 130):
         assert tier.write([chunk(number, MIB)]).written == [key(number)]
     assert_reads_back(tier, [chunk(number, MIB) for number in range(122, 130)])
+
+
+def test_pages_are_held_back(opened: Opener) -> None:
+    """Writes never enter the reserve, so that an eviction always fits; it is never map-full."""
+    tier = opened()
+    limit = tier._budget.limit * tier._budget.page_bytes
+    for number in range(120):
+        assert tier.write([chunk(number, 3000 if number % 3 else MIB)]).dropped == []
+        assert tier.usage().used_bytes <= limit
+    turns = tier.counters().turns
+    assert tier._evict_once(0, ()) != []
+    assert tier.counters().turns == turns

@@ -1,0 +1,1 @@
+"""Benchmarks: print figures with machine and seed, judge nothing."""

@@ -1,0 +1,10 @@
+"""All benchmarks, one after the other: ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+from benchmarks import bench_server, bench_store
+
+if __name__ == "__main__":
+    for module in (bench_store, bench_server):
+        print(f"== {module.__name__}", flush=True)
+        module.main()

@@ -1,0 +1,146 @@
+"""What a start decides from what it finds (the table of rule 6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.config import Settings
+from lmcache_persist.errors import BindingMismatch, StoreMismatch
+from lmcache_persist.manifest import ManifestSnapshot
+from lmcache_persist.server.recovery import Decision, Found, StoreState, decide
+
+UUID = "a" * 32
+AT = "2026-01-01T00:00:00.000000+00:00"
+
+
+def binding(size: int = 544, uuid: str = UUID, at: str = AT, backend: str = "lmdb") -> Binding:
+    """A binding; another ``at`` makes another one of the same size."""
+    return Binding.make(
+        chunk_size=size,
+        required_alignment=size,
+        base_chunk_size=256,
+        mode="auto",
+        bound_at=at,
+        winner="test",
+        backend=backend,
+        store_uuid=uuid,
+        store_format_version=1,
+    )
+
+
+def found(
+    bound: Binding | None,
+    store: StoreState = StoreState.PRESENT,
+    *,
+    uuid: str = UUID,
+    stamp: Binding | None = None,
+    has_objects: bool = False,
+) -> Found:
+    """What is on disk, with a manifest."""
+    return Found(
+        ManifestSnapshot(1, bound, [], [], []),
+        store,
+        "length" if store is StoreState.DAMAGED else "",
+        uuid if store is StoreState.PRESENT else "",
+        stamp,
+        has_objects,
+        1,
+    )
+
+
+def settings(**changes: object) -> Settings:
+    """Settings with some changed."""
+    return replace(Settings(data_dir=Path("/nowhere")), **changes)  # type: ignore[arg-type]
+
+
+AUTO = settings()
+
+
+def test_nothing_at_all_is_a_fresh_start() -> None:
+    """No manifest and no store: start unbound."""
+    assert decide(Found(None, StoreState.ABSENT), AUTO) == Decision(None)
+
+
+def test_an_unbound_manifest_takes_an_empty_store() -> None:
+    """A start that died before the first bind goes on."""
+    assert decide(found(None), AUTO) == Decision(None)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("what", ["stamp", "objects", "damage"])
+def test_bytes_without_their_manifest_are_refused(manifest: bool, what: str) -> None:
+    """A used or broken store beside no binding is never written over."""
+    state = StoreState.DAMAGED if what == "damage" else StoreState.PRESENT
+    seen = found(
+        None,
+        state,
+        stamp=binding() if what == "stamp" else None,
+        has_objects=what == "objects",
+    )
+    seen = seen if manifest else replace(seen, snapshot=None)
+    with pytest.raises(StoreMismatch, match="manifest"):
+        decide(seen, AUTO)
+
+
+def test_manifest_and_store_that_agree_start() -> None:
+    """The binding holds on, silently."""
+    bound = binding()
+    assert decide(found(bound, stamp=bound, has_objects=True), AUTO) == Decision(bound)
+
+
+def test_a_missing_stamp_is_completed() -> None:
+    """A crash between manifest and stamp is finished by the next start."""
+    bound = binding()
+    assert decide(found(bound), AUTO) == Decision(bound, complete_stamp=True)
+
+
+@pytest.mark.parametrize("state", [StoreState.ABSENT, StoreState.DAMAGED])
+def test_a_lost_store_starts_empty_under_the_same_binding(state: StoreState) -> None:
+    """Lost bytes are lost cache: same uuid, same binding, one loud line."""
+    bound = binding()
+    decision = decide(found(bound, state), AUTO)
+    assert (decision.binding, decision.store_uuid) == (bound, UUID)
+    assert decision.complete_stamp
+    assert decision.set_aside is (state is StoreState.DAMAGED)
+    assert len(decision.notes) == 1
+    assert "starting empty" in decision.notes[0]
+
+
+FOREIGN = {
+    "another uuid": found(binding(), uuid="b" * 32, stamp=binding(uuid="b" * 32)),
+    "another binding": found(binding(), stamp=binding(at="2026-02-02T00:00:00.000000+00:00")),
+    "another size": found(binding(), stamp=binding(640)),
+    "objects without a stamp": found(binding(), has_objects=True),
+    "another backend": found(binding(backend="other"), stamp=binding(backend="other")),
+    "another hash": found(
+        replace(binding(), hash_version=2), stamp=replace(binding(), hash_version=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_bytes_are_refused(what: str) -> None:
+    """Whatever does not belong together is refused, with a way out."""
+    with pytest.raises(StoreMismatch) as refusal:
+        decide(FOREIGN[what], AUTO)
+    assert refusal.value.hint
+
+
+def test_another_fixed_size_is_refused() -> None:
+    """--chunk-size N on a data dir bound to M names both."""
+    bound = binding()
+    with pytest.raises(BindingMismatch, match=r"256.*544"):
+        decide(found(bound, stamp=bound), settings(chunk_size=256))
+    decide(found(bound, stamp=bound), settings(chunk_size=544))
+
+
+def test_another_base_is_only_a_note() -> None:
+    """The manifest wins over the base, with one warning."""
+    bound = binding()
+    decision = decide(found(bound, stamp=bound), settings(base_chunk_size=1024))
+    assert decision.binding == bound
+    assert len(decision.notes) == 1

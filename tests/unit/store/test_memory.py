@@ -1,0 +1,211 @@
+"""The memory tier: reservations, commits, leases, eviction, on a real pool file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_persist.errors import LeaseError, SlotNotWritten
+from lmcache_persist.hashing import EXTENT_BYTES
+from lmcache_persist.shm import PoolPaths
+from lmcache_persist.store.base import ChunkKey, Place
+from lmcache_persist.store.memory import PARTIAL_S, REST_S, MemoryTier, Reservation, Writeable
+from lmcache_persist.store.pool import Pool
+from lmcache_persist.store.sequence import CommitSequence
+
+PAGE = 4096
+POOL_BYTES = 64 * PAGE
+
+
+class Tier:
+    """A memory tier with shorthands: ranks write when they commit."""
+
+    def __init__(self, folder: Path, size_bytes: int = POOL_BYTES) -> None:
+        self.pool = Pool.create(PoolPaths.of(folder, "0" * 32), size_bytes, wait_s=0)
+        self.sequence = CommitSequence()
+        self.memory = MemoryTier(self.pool, self.sequence)
+        self.now_s = 100.0
+
+    def reserve(
+        self, key: bytes, *, rank: int = 0, world: int = 1, nbytes: int = PAGE, owner: str = "a"
+    ) -> Reservation | None:
+        return self.memory.reserve(owner, ChunkKey(key), rank, {0: nbytes}, world, 0b1, self.now_s)
+
+    def write(self, reservation: Reservation) -> None:
+        for slot in reservation.slots.values():
+            self.pool.view(slot.offset, slot.nbytes)[:] = b"w" * slot.nbytes
+
+    def commit(self, reservation: Reservation | None, owner: str = "a") -> Writeable | None:
+        assert reservation is not None
+        self.write(reservation)
+        return self.memory.commit(owner, reservation.number, self.sequence.begin(), self.now_s)
+
+    def store(self, key: bytes) -> None:
+        """Reserve, commit, and have it written."""
+        ready = self.commit(self.reserve(key))
+        assert ready is not None
+        self.memory.written(ready.entry, durable=True)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    """An empty memory tier of 64 pages."""
+    made = Tier(tmp_path)
+    yield made
+    made.pool.close(remove=True)
+
+
+def key(number: int) -> bytes:
+    """A chunk key."""
+    return number.to_bytes(64, "big")
+
+
+def test_a_committed_chunk_is_visible_and_pinned_until_written(tier: Tier) -> None:
+    """Between commit and write the slots cannot be evicted; durable_seq waits for the write."""
+    ready = tier.commit(tier.reserve(key(1)))
+    assert ready is not None
+    assert ready.entry.visible
+    assert tier.sequence.durable_seq == 0
+    assert tier.memory.allocate([POOL_BYTES]) is None
+    tier.memory.written(ready.entry, durable=True)
+    assert tier.sequence.durable_seq == 1
+    assert tier.memory.allocate([POOL_BYTES]) == [0]
+    assert tier.memory.get(ChunkKey(key(1))) is None
+
+
+def test_a_leased_chunk_is_not_evicted(tier: Tier) -> None:
+    """A lease keeps the slots however long it lasts; its end makes them evictable."""
+    tier.store(key(1))
+    entry = tier.memory.get(ChunkKey(key(1)))
+    assert entry is not None
+    tier.memory.lease(entry)
+    tier.now_s += 1e6
+    tier.memory.tick(tier.now_s)
+    assert tier.memory.allocate([POOL_BYTES]) is None
+    tier.memory.unlease(entry)
+    assert tier.memory.allocate([POOL_BYTES]) == [0]
+
+
+def test_the_least_recently_used_goes_first(tier: Tier) -> None:
+    """Eviction takes what was let go of longest ago."""
+    for number in range(64):
+        tier.store(key(number))
+    first = tier.memory.get(ChunkKey(key(0)))
+    assert first is not None
+    tier.memory.lease(first)
+    tier.memory.unlease(first)
+    assert tier.memory.allocate([PAGE]) is not None
+    assert tier.memory.get(ChunkKey(key(0))) is not None
+    assert tier.memory.get(ChunkKey(key(1))) is None
+
+
+def test_an_unwritten_slot_is_refused_at_any_extent(tmp_path: Path) -> None:
+    """A commit is refused while one extent of a large object still has its stamp."""
+    tier = Tier(tmp_path, 4 << 20)
+    nbytes = 2 * EXTENT_BYTES + 100
+    for skipped in (0, EXTENT_BYTES, 2 * EXTENT_BYTES):
+        reservation = tier.reserve(key(1), nbytes=nbytes)
+        assert reservation is not None
+        offset = reservation.slots[0].offset
+        stamp = bytes(tier.pool.view(offset + skipped, 16))
+        tier.write(reservation)
+        tier.pool.view(offset + skipped, 16)[:] = stamp
+        with pytest.raises(SlotNotWritten):
+            tier.memory.commit("a", reservation.number, tier.sequence.begin(), 0.0)
+        assert tier.memory.get(ChunkKey(key(1))) is None
+    assert tier.memory.allocator.free_bytes == tier.memory.allocator.size_bytes
+    tier.pool.close(remove=True)
+
+
+def test_reservations_are_their_owners_and_used_once(tier: Tier) -> None:
+    """Nobody else commits a reservation, and nobody commits one twice."""
+    reservation = tier.reserve(key(1))
+    assert reservation is not None
+    with pytest.raises(LeaseError):
+        tier.commit(reservation, owner="b")
+    tier.memory.give_back("b", reservation.number)
+    assert tier.commit(reservation) is not None
+    with pytest.raises(LeaseError):
+        tier.commit(reservation)
+
+
+def test_a_dead_owners_slots_rest_before_they_are_used_again(tier: Tier) -> None:
+    """A dying process may still write: its slots are handed out a second later."""
+    tier.reserve(key(1), nbytes=POOL_BYTES)
+    tier.memory.forget_owner("a", tier.now_s)
+    tier.memory.tick(tier.now_s + 0.9 * REST_S)
+    assert tier.reserve(key(2), owner="b") is None
+    tier.memory.tick(tier.now_s + 1.1 * REST_S)
+    assert tier.reserve(key(2), owner="b") is not None
+    assert tier.memory.reserved_bytes("a") == 0
+
+
+def test_a_chunk_waits_for_all_its_ranks(tier: Tier) -> None:
+    """The last rank's commit makes the chunk visible, with one write of all ranks."""
+    assert tier.commit(tier.reserve(key(1), rank=0, world=2)) is None
+    entry = tier.memory.get(ChunkKey(key(1)))
+    assert entry is not None
+    assert not entry.visible
+    ready = tier.commit(tier.reserve(key(1), rank=1, world=2))
+    assert ready is not None
+    assert set(ready.entry.slots) == {Place(0, 0), Place(1, 0)}
+    assert tier.sequence.durable_seq == 0
+    tier.memory.written(ready.entry, durable=True)
+    assert tier.sequence.durable_seq == 2
+
+
+def test_a_part_whose_sisters_never_come_is_dropped(tier: Tier) -> None:
+    """A partial chunk is given up after a while, and its commit is settled as dropped."""
+    tier.commit(tier.reserve(key(1), rank=0, world=2))
+    tier.memory.tick(tier.now_s + 0.9 * PARTIAL_S)
+    assert tier.sequence.durable_seq == 0
+    tier.memory.tick(tier.now_s + 1.1 * PARTIAL_S)
+    assert tier.sequence.durable_seq == 1
+    assert tier.memory.dropped == 1
+    assert tier.memory.allocator.free_bytes == POOL_BYTES
+
+
+def test_a_part_is_dropped_at_once_if_another_rank_got_no_slot(tier: Tier) -> None:
+    """When one rank was refused room, the others' parts do not take it for nothing."""
+    assert tier.reserve(key(1), rank=1, world=2, nbytes=2 * POOL_BYTES) is None
+    assert tier.commit(tier.reserve(key(1), rank=0, world=2)) is None
+    assert tier.memory.get(ChunkKey(key(1))) is None
+    assert tier.sequence.durable_seq == 1
+
+
+def test_the_same_object_committed_twice_is_kept_once(tier: Tier) -> None:
+    """Two engines that computed the same chunk leave one copy and no leak."""
+    first, second = tier.reserve(key(1)), tier.reserve(key(1), owner="b")
+    ready = tier.commit(first)
+    assert ready is not None
+    assert tier.commit(second, owner="b") is None
+    tier.memory.written(ready.entry, durable=True)
+    assert tier.memory.allocator.free_bytes == POOL_BYTES - PAGE
+    assert tier.sequence.durable_seq == 2
+
+
+def test_a_failed_write_keeps_the_chunk_in_memory_only(tier: Tier) -> None:
+    """What the disk refused is counted, still readable, and may be evicted."""
+    ready = tier.commit(tier.reserve(key(1)))
+    assert ready is not None
+    tier.memory.written(ready.entry, durable=False)
+    assert tier.memory.dropped == 1
+    assert ready.entry.visible
+    assert tier.memory.allocate([POOL_BYTES]) == [0]
+
+
+def test_a_part_completed_from_disk_is_settled(tier: Tier) -> None:
+    """When the other ranks' objects come from disk, the waiting commit is not stuck."""
+    tier.commit(tier.reserve(key(1), rank=0, world=2))
+    entry = tier.memory.loading(ChunkKey(key(1)), 2, 0b1, 0b1, tier.now_s)
+    tier.memory.pin(entry)
+    offsets = tier.memory.allocate([PAGE])
+    assert offsets is not None
+    from lmcache_persist.store.memory import Slot
+
+    entry.slots[Place(1, 0)] = Slot(offsets[0], PAGE, ready=True)
+    tier.memory.unpin(entry)
+    assert tier.sequence.durable_seq == 1
+    assert tier.memory.allocate([POOL_BYTES]) == [0]

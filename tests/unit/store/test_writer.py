@@ -1,0 +1,114 @@
+"""The writer thread: outcomes, failures, the end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from lmcache_persist.errors import StoreIOError
+from lmcache_persist.store.base import ChunkKey, ChunkWrite, Place, WriteReport
+from lmcache_persist.store.memory_disk import MemoryDisk
+from lmcache_persist.store.writer import Outcome, WriteJob, Writer
+
+TIMEOUT_S = 20.0
+
+
+def job(number: int) -> WriteJob:
+    """A chunk with one object."""
+    return WriteJob(
+        ChunkKey(number.to_bytes(64, "big")), {Place(0, 0): memoryview(b"x" * 4096)}, number
+    )
+
+
+class Gate(MemoryDisk):
+    """A disk tier that waits, or fails, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.fail = False
+        self.batches: list[int] = []
+
+    def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
+        self.entered.set()
+        self.open.wait(TIMEOUT_S)
+        self.batches.append(len(batch))
+        if self.fail:
+            raise StoreIOError("disk is on strike")
+        return super().write(batch)
+
+
+def collect(outcomes: queue.SimpleQueue[Outcome], count: int) -> dict[object, bool]:
+    """Outcomes of so many jobs, by token."""
+    found: dict[object, bool] = {}
+    while len(found) < count:
+        for done, durable in outcomes.get(timeout=TIMEOUT_S).jobs:
+            found[done.token] = durable
+    return found
+
+
+def test_what_comes_while_a_batch_is_written_makes_the_next_one() -> None:
+    """Group commit: one transaction for all that gathered meanwhile."""
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    disk.open.clear()
+    writer.submit(job(0))
+    assert disk.entered.wait(TIMEOUT_S)
+    for number in range(1, 50):
+        writer.submit(job(number))
+    disk.open.set()
+    assert collect(outcomes, 50) == dict.fromkeys(range(50), True)
+    assert disk.batches == [1, 49]
+    assert writer.close(TIMEOUT_S)
+
+
+def test_a_failing_disk_costs_the_batch_only() -> None:
+    """A batch that failed is reported as not durable, and the next one is written."""
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    disk.fail = True
+    writer.submit(job(1))
+    assert collect(outcomes, 1) == {1: False}
+    disk.fail = False
+    writer.submit(job(2))
+    assert collect(outcomes, 1) == {2: True}
+    assert (writer.failures, writer.last_error) == (1, "disk is on strike")
+    assert writer.alive
+    assert writer.close(TIMEOUT_S)
+    assert disk.find([job(1).key, job(2).key])[0] is None
+
+
+def test_the_end_waits_for_the_backlog_for_a_bounded_time() -> None:
+    """Close writes what is queued; if the disk hangs it says so instead of waiting on."""
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    for number in range(10):
+        writer.submit(job(number))
+    assert writer.close(TIMEOUT_S)
+    assert collect(outcomes, 10) == dict.fromkeys(range(10), True)
+    hung = Gate()
+    hung.open.clear()
+    writer = Writer(hung, outcomes.put)
+    writer.submit(job(1))
+    assert hung.entered.wait(TIMEOUT_S)
+    assert not writer.close(0.05)
+    hung.open.set()
+
+
+def test_bad_chunks_are_dropped_and_touches_applied() -> None:
+    """Drops and touches reach the disk without anything being written."""
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    writer.submit(job(1))
+    writer.submit(job(2))
+    collect(outcomes, 2)
+    writer.touch([job(2).key])
+    writer.drop([job(1).key])
+    assert writer.close(TIMEOUT_S)
+    first, second = disk.find([job(1).key, job(2).key])
+    assert first is None
+    assert second is not None
+    assert second.hits == 1

@@ -1,0 +1,163 @@
+"""The documents name everything that exists, and nothing that does not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import msgspec
+import pytest
+
+from lmcache_persist import errors, failpoints, protocol
+from lmcache_persist.cli.app import app
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.config import SETTINGS, Settings
+from lmcache_persist.config_sources import OTHER_VARIABLES
+from lmcache_persist.server import http
+
+DOCS = Path(__file__).parents[2] / "docs"
+MESSAGES = [*get_args(protocol.Request), *get_args(protocol.Reply)]
+PARTS = [protocol.GroupSpec, protocol.PoolInfo, protocol.SlotRun, protocol.Grant]
+VERBS = {
+    str(info.callback.__name__): info.callback for info in app.registered_commands if info.callback
+}
+COMMON_FIELDS = {"boot", "session", "binding", "durable_seq"}
+
+
+class Zeros(dict[str, object]):
+    """Numbers of a server, whatever they are called."""
+
+    def __getitem__(self, key: str) -> object:
+        return self
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def words(name: str) -> set[str]:
+    """Everything that a document shows as code."""
+    text = re.sub(r"```.*?```", "", (DOCS / name).read_text(), flags=re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def rows(name: str) -> dict[str, str]:
+    """Table rows of a document by the code in their first cell."""
+    found = re.findall(r"^\| `([^`]+)` [^|]*\|(.*)\|$", (DOCS / name).read_text(), re.MULTILINE)
+    return dict(found)
+
+
+def tag_of(message: type[msgspec.Struct]) -> str:
+    """A message's type on the wire."""
+    return str(message.__struct_config__.tag)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=tag_of)
+def test_every_message_is_described_with_all_of_its_fields(message: type[msgspec.Struct]) -> None:
+    """docs/protocol.md has a row per message that names each field of its own."""
+    row = rows("protocol.md")[tag_of(message)]
+    common = (
+        COMMON_FIELDS
+        if message not in (protocol.Hello, protocol.Welcome)
+        else {
+            "boot",
+            "durable_seq",
+        }
+    )
+    common = common - ({"binding"} if message is protocol.BindReply else set())
+    for field in message.__struct_fields__:
+        assert field in common or f"`{field}`" in row, field
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_the_parts_of_messages_are_described(part: type[msgspec.Struct]) -> None:
+    """Groups, slots and grants are described field by field."""
+    missing = set(part.__struct_fields__) - words("protocol.md") - {"kind"}
+    assert not missing
+
+
+def test_the_bounds_of_messages_are_the_documented_ones() -> None:
+    """Who changes a bound changes the document."""
+    text = (DOCS / "protocol.md").read_text()
+    assert f"Version {protocol.PROTOCOL_VERSION}." in text
+    assert f"at most {protocol.MAX_MESSAGE_BYTES >> 20} MiB" in text
+    assert f"up to {protocol.MAX_CHUNKS_PER_LOOKUP} chunks" in text
+    assert f"up to {protocol.MAX_KEYS_PER_RESERVE} keys" in text
+    assert f"*ms* 0 to {protocol.MAX_WAIT_MS}" in text
+    assert f"1 to {protocol.MAX_RANKS})" in text
+    assert f"A request id is {protocol.REQUEST_ID_BYTES} bytes" in " ".join(text.split())
+
+
+def test_every_error_code_is_described_and_no_other() -> None:
+    """docs/errors.md is the list of codes."""
+    assert set(rows("errors.md")) == set(errors.ERRORS_BY_CODE)
+
+
+def test_errors_named_by_the_protocol_exist() -> None:
+    """The last column of the requests holds error codes."""
+    for tag, row in rows("protocol.md").items():
+        cells = re.split(r"(?<!\\)\|", row)
+        if len(cells) == 4:
+            assert set(re.findall(r"`([^`]+)`", cells[-1])) <= set(errors.ERRORS_BY_CODE), tag
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_and_flag_is_described(verb: str) -> None:
+    """docs/cli.md has a section per verb that names all of its flags."""
+    text = (DOCS / "cli.md").read_text()
+    assert f"\n## {verb}\n" in text
+    section = text.split(f"\n## {verb}\n")[1].split("\n## ")[0]
+    for name in inspect.signature(VERBS[verb]).parameters:
+        if name not in ("sizes", "data_dir") or verb == "serve":
+            flag = "--" + name.removesuffix("_output").replace("_", "-")
+            assert re.search(rf"{flag}\b", section), flag
+
+
+def test_every_exit_code_is_described() -> None:
+    """docs/cli.md lists the exit codes, and no other."""
+    found = re.findall(r"^\| (\d+) \|", (DOCS / "cli.md").read_text(), re.MULTILINE)
+    assert [int(code) for code in found] == sorted(ExitCode)
+
+
+def test_every_setting_is_described_with_its_flag_variable_and_default() -> None:
+    """docs/configuration.md has a row per setting; what it says of defaults is so."""
+    table = rows("configuration.md")
+    defaults = Settings(data_dir=Path("/x")).effective()
+    for setting in SETTINGS:
+        row = table[setting.name]
+        assert f"`{setting.flag}` |" in row
+        assert f"`{setting.variable}` |" in row
+        if setting.name not in ("data_dir", "listen"):
+            shown = f"`{defaults[setting.name]}`" if defaults[setting.name] else "none"
+            assert f"| {shown} |" in row, setting.name
+    assert OTHER_VARIABLES <= words("configuration.md")
+
+
+def test_every_failpoint_is_described_and_no_other() -> None:
+    """docs/configuration.md lists the failpoints."""
+    names = {name for name in rows("configuration.md") if "." in name}
+    assert names == set(failpoints.NAMES)
+
+
+def test_every_metric_is_described_and_no_other() -> None:
+    """docs/metrics.md lists what /metrics shows."""
+    service = SimpleNamespace(stats=lambda: Zeros())
+    shown = {
+        sample.name
+        for metric in http._Collector(service).collect()  # type: ignore[arg-type]
+        for sample in metric.samples
+    }
+    assert set(rows("metrics.md")) == shown
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    """No document points at a file that is not there."""
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
