@@ -34,6 +34,7 @@ class ServerProcess:
         pool_dir: Path | None = None,
         capacity: str = "64MiB",
         pool_size: str = "32MiB",
+        cwd: Path | None = None,
     ) -> None:
         self.data_dir = data_dir
         self.pool_dir = pool_dir or data_dir.parent / f"{data_dir.name}.shm"
@@ -54,6 +55,7 @@ class ServerProcess:
             str(self.pool_dir),
             *flags,
         ]
+        self._cwd = cwd
         self._env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
@@ -67,6 +69,7 @@ class ServerProcess:
             stderr=log,
             text=True,
             env=self._env,
+            cwd=self._cwd,
             start_new_session=True,
         )
         log.close()
