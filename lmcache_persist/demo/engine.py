@@ -47,6 +47,7 @@ class EngineProcess:
         settings: of the connector, ``persist.*``; None for an engine without a cache.
         options: more arguments of ``vllm.LLM``.
         env: more environment variables.
+        child: module that runs the engine.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EngineProcess:
         settings: dict[str, Any] | None = None,
         options: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        child: str = "lmcache_persist.demo.engine_child",
     ) -> None:
         self.log = log
         arguments: dict[str, Any] = {
@@ -75,7 +77,7 @@ class EngineProcess:
         read_fd, write_fd = os.pipe()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_persist.demo.engine_child", str(write_fd)],
+                [sys.executable, "-m", child, str(write_fd)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

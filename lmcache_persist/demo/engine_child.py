@@ -14,6 +14,8 @@ from typing import Any, TextIO
 class Engine:
     """The engine behind the pipe: one method per verb, plain JSON in and out."""
 
+    VERBS: tuple[str, ...] = ("generate", "drain", "reset_prefix_cache", "counters")
+
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
@@ -74,16 +76,20 @@ class Engine:
         return getattr(client, "engine_core", None)
 
 
-def main() -> None:
-    """Start the engine that the first line describes, then answer a line with a line."""
+def main(kind: type[Engine] = Engine) -> None:
+    """Start the engine that the first line describes, then answer a line with a line.
+
+    Args:
+        kind: of engine; its ``VERBS`` may be called.
+    """
     answers: TextIO = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    engine = Engine(json.loads(sys.stdin.readline()))
+    engine = kind(json.loads(sys.stdin.readline()))
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)
         verb = command.pop("verb")
-        if verb not in ("generate", "drain", "reset_prefix_cache", "counters"):
-            raise ValueError(f"verb {verb!r} is unknown")
+        if verb not in kind.VERBS:
+            raise ValueError(f"verb {verb!r} is unknown, expected one of {kind.VERBS}")
         answers.write(json.dumps({"result": getattr(engine, verb)(**command)}) + "\n")
 
 

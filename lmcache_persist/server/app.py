@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from lmcache_persist import __version__
 from lmcache_persist.config import Settings
@@ -28,7 +29,6 @@ from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
 from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.binder import fixed_candidate, settle
-from lmcache_persist.server.http import HttpServer
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.service import Service
@@ -40,6 +40,9 @@ from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
 from lmcache_persist.store.writer import Outcome, Writer
+
+if TYPE_CHECKING:
+    from lmcache_persist.server.http import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,9 @@ class Server:
                 )
             )
             if self._settings.http is not None:
+                # Prometheus costs a start 0.1 s: only those who ask for it pay.
+                from lmcache_persist.server.http import HttpServer
+
                 self._http = HttpServer(self._settings.http, self.service)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.loop.stop())

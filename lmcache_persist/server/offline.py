@@ -186,8 +186,6 @@ def check(
 
 
 def _check_manifest(snapshot: ManifestSnapshot) -> Iterator[Violation]:
-    if snapshot.binding is not None:
-        yield from _check_binding("manifest binding", snapshot.binding)
     for row in snapshot.models:
         yield from _check_model(row)
         if snapshot.binding is None:

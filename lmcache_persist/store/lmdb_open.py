@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 
 from lmcache_persist.binding import Binding
-from lmcache_persist.errors import FormatTooNew, PersistError, StoreDamaged, StoreIOError
+from lmcache_persist.errors import FormatTooNew, PersistError, StoreDamaged
 from lmcache_persist.store import data_file
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.data_file import DATA_NAME, DIR_MODE, FILE_MODE, LOCK_NAME
@@ -251,13 +251,3 @@ def live_pages(txn: Any, dbs: Databases) -> int:
         stat = txn.stat(handle)
         pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
     return pages
-
-
-def check_writable(directory: Path) -> None:
-    """Refuse a folder that cannot be written to.
-
-    Raises:
-        StoreIOError: as said.
-    """
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StoreIOError(f"{directory} cannot be written to")

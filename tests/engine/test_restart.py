@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_persist.demo.engine import EngineProcess
 from lmcache_persist.demo.model import make_prompt
 from support.engines import OWN_PROCESS, Starter, ask, ask_uncached, assert_same, warm_up
 
@@ -74,6 +75,7 @@ def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: S
     again = ask(engine, LONG)
     assert again["cached_tokens"] == 1088
     assert engine.call("counters")["load_memory_chunks"] == 2
+    check_failed_load(engine, stored.expected["1500 tokens"])
     # What is known is not offered a second time; a salt is a world of its own.
     assert server.inspect()["store"]["objects"] == 6
     salted = ask(engine, LONG, cache_salt="tenant")
@@ -81,6 +83,21 @@ def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: S
     assert_same(salted, stored.expected["1500 tokens"])
     assert engine.call("reset_prefix_cache")
     assert ask(engine, LONG, cache_salt="tenant")["cached_tokens"] == 1088
+
+
+def check_failed_load(engine: EngineProcess, expected: dict[str, Any]) -> None:
+    """A load that fails after all costs a prefill, once, and no request."""
+    assert engine.call("reset_prefix_cache")
+    engine.call("break_loads", broken=True)
+    failed = ask(engine, LONG)
+    assert failed["cached_tokens"] == 0
+    assert_same(failed, expected)
+    assert engine.call("counters")["loads_failed"] == 1
+    engine.call("break_loads", broken=False)
+    assert engine.call("reset_prefix_cache")
+    again = ask(engine, LONG)
+    assert again["cached_tokens"] == 1088
+    assert_same(again, expected)
 
 
 def test_engine_core_in_its_own_process(stored: Stored, start: Starter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -14,12 +16,13 @@ from typing import Any
 import pytest
 
 import lmcache_persist
+from lmcache_persist.cli import main
 from lmcache_persist.datadir import DataDirLock, ReaderLock, make_data_dir
 from lmcache_persist.errors import DataDirLocked, PersistError
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest import Manifest
-from lmcache_persist.server.offline import Progress, inspect_offline
+from lmcache_persist.server.offline import Progress, check, inspect_offline
 from lmcache_persist.store.base import ChunkWrite, Place, chunk_key
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.emulated import identity
@@ -108,16 +111,22 @@ def fill(root: Path, *, chunks: int = 5, stamped: bool = True, bound: bool = Tru
             manifest.close()
 
 
+def in_process(*args: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of a verb that runs in this process."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main([*args, "--json"])
+    return code, json.loads(out.getvalue())
+
+
 def verify(root: Path) -> tuple[int, dict[str, Any]]:
     """Exit code and document of ``verify --json``."""
-    done = run_cli("verify", str(root), "--json")
-    return done.returncode, json.loads(done.stdout)
+    return in_process("verify", str(root))
 
 
 def inspect(root: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     """Exit code and document of ``inspect --json``."""
-    done = run_cli("inspect", str(root), "--json", *flags)
-    return done.returncode, json.loads(done.stdout)
+    return in_process("inspect", str(root), *flags)
 
 
 @pytest.fixture
@@ -224,9 +233,8 @@ def test_no_data_dir_is_an_error_not_an_empty_cache(root: Path, make: Any) -> No
     """A mistyped folder is never reported as holding nothing."""
     make(root / "typo")
     for verb in ("inspect", "verify"):
-        done = run_cli(verb, str(root / "typo"), "--json")
-        assert done.returncode == 5
-        assert json.loads(done.stdout)["error"]["code"] == "data_dir_unusable"
+        code, document = in_process(verb, str(root / "typo"))
+        assert (code, document["error"]["code"]) == (5, "data_dir_unusable")
     assert not (root / "typo").exists() or not list((root / "typo").iterdir())
 
 
@@ -323,9 +331,9 @@ def test_a_foreign_store_is_a_violation(root: Path, data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "where"),
     [
-        ("UPDATE binding SET chunk_size = 1088", "manifest binding"),
-        ("UPDATE binding SET binding_id = boundary_id", "manifest binding"),
-        ("UPDATE binding SET bound_at = 'never'", "manifest binding"),
+        ("UPDATE binding SET chunk_size = 1088", "manifest"),
+        ("UPDATE binding SET binding_id = boundary_id", "manifest"),
+        ("UPDATE binding SET bound_at = 'never'", "manifest"),
         ("UPDATE models SET identity = replace(identity, 'w1', 'w2')", "manifest model"),
         ("UPDATE models SET required_alignment = 32", "manifest model"),
         ("DELETE FROM models", "store totals"),
@@ -353,7 +361,7 @@ def test_check_is_the_same_function_in_python(data_dir: Path) -> None:
 def test_check_counts_what_it_looked_at(data_dir: Path) -> None:
     """The number of objects whose digests were read is reported."""
     progress = Progress()
-    assert list(lmcache_persist.server.offline.check(data_dir, progress=progress)) == []
+    assert list(check(data_dir, progress=progress)) == []
     assert progress.checked_objects == 5
 
 
@@ -377,6 +385,5 @@ def test_a_held_data_dir_without_an_answer_shows_the_manifest_only(data_dir: Pat
         assert code == 4
         assert document["store"] == "unavailable"
         assert document["binding"]["chunk_size"] == 544
-        done = run_cli("verify", str(data_dir), "--timeout", "0.3")
-        assert done.returncode == 4
+        assert in_process("verify", str(data_dir), "--timeout", "0.3")[0] == 4
     assert inspect(data_dir)[0] == 0

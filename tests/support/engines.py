@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lmcache_persist.demo.server import ServerProcess
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+PYTHONPATH = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+)
 
 DTYPE = "float32"
 """Of engines that are compared. In bfloat16 a near tie is decided by how a prompt is cut into
@@ -44,7 +48,8 @@ class Starter:
             self._folder / f"engine-{next(self._numbers)}.log",
             settings=None if server is None else {"persist.server": server.url, **(settings or {})},
             options={"block_size": block_size, "dtype": DTYPE, **options},
-            env=IN_PROCESS if env is None else env,
+            env={"PYTHONPATH": PYTHONPATH, **(IN_PROCESS if env is None else env)},
+            child="support.engine_child",
         )
         self._started.append(engine)
         return engine

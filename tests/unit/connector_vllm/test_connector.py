@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm_fakes import binding
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
@@ -24,6 +23,7 @@ from lmcache_persist.errors import (
     UnexpectedChunkSize,
 )
 from lmcache_persist.geometry import groups_from_sizes
+from support.vllm_fakes import binding
 
 REQUEST = SimpleNamespace(request_id="r")
 
