@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache_persist import hashing
-from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, ReaderLock
 from lmcache_persist.errors import (
     DataDirUnusable,
@@ -194,30 +192,6 @@ def _check_manifest(snapshot: ManifestSnapshot) -> Iterator[Violation]:
             )
 
 
-def _check_binding(where: str, binding: Binding) -> Iterator[Violation]:
-    if binding.chunk_size <= 0 or binding.chunk_size % max(1, binding.required_alignment):
-        yield Violation(
-            where,
-            f"chunk size {binding.chunk_size} is no multiple of {binding.required_alignment}",
-        )
-    # Ids of another hash version cannot be computed here; a start refuses those.
-    if (binding.hash_algorithm, binding.hash_version) != (
-        hashing.HASH_ALGORITHM,
-        hashing.HASH_VERSION,
-    ):
-        return
-    boundary = hashing.boundary_id(binding.chunk_size)
-    whole = hashing.binding_id(
-        boundary,
-        binding.backend,
-        binding.store_uuid,
-        binding.store_format_version,
-        binding.bound_at,
-    )
-    if (boundary, whole) != (binding.boundary_id, binding.binding_id):
-        yield Violation(where, "its ids are not those of its fields")
-
-
 def _check_model(row: ModelRow) -> Iterator[Violation]:
     where = f"manifest model {row.fingerprint}"
     try:
@@ -256,8 +230,6 @@ def _check_cross_references(
     snapshot: ManifestSnapshot, store: store_files.OfflineStore
 ) -> Iterator[Violation]:
     stamp, binding = store.meta.stamp, snapshot.binding
-    if stamp is not None:
-        yield from _check_binding("store stamp", stamp)
     if binding is None:
         if stamp is not None:
             yield Violation(

@@ -337,6 +337,9 @@ def test_a_foreign_store_is_a_violation(root: Path, data_dir: Path) -> None:
         ("UPDATE models SET identity = replace(identity, 'w1', 'w2')", "manifest model"),
         ("UPDATE models SET required_alignment = 32", "manifest model"),
         ("DELETE FROM models", "store totals"),
+        ("DELETE FROM binding", "manifest model"),
+        ("DELETE FROM binding", "store stamp"),
+        ("DELETE FROM binding", "store totals"),
     ],
 )
 def test_a_falsified_manifest_is_noticed(data_dir: Path, statement: str, where: str) -> None:
@@ -347,6 +350,28 @@ def test_a_falsified_manifest_is_noticed(data_dir: Path, statement: str, where: 
     code, document = verify(data_dir)
     assert code == 1
     assert any(row["where"].startswith(where) for row in document["violations"]), document
+
+
+def test_objects_of_a_model_that_does_not_fit_are_noticed(data_dir: Path) -> None:
+    """A model whose blocks do not end where chunks end cannot have objects."""
+    groups = [{**GROUPS[0], "tokens_per_block": 640, "slots_per_block": 640}]
+    name = fingerprint(identity(), groups, [{}])
+    with DataDirLock.acquire(data_dir):
+        with contextlib.closing(Manifest.open(data_dir / "manifest.sqlite")) as manifest:
+            manifest.record_model(
+                fingerprint=name,
+                name="misfit",
+                identity=identity(),
+                groups=groups,
+                layouts=[{}],
+                required_alignment=640,
+                at=AT,
+            )
+        with contextlib.closing(LmdbDisk.open(data_dir / "store", CAPACITY_BYTES)) as disk:
+            disk.write([ChunkWrite(chunk_key(name, ChunkHash(bytes(32))), {Place(0, 0): b"x"})])
+    code, document = verify(data_dir)
+    assert code == 1
+    assert ["does not divide" in row["what"] for row in document["violations"]] == [True]
 
 
 def test_check_is_the_same_function_in_python(data_dir: Path) -> None:

@@ -239,7 +239,7 @@ class FakeServer:
         if isinstance(message, protocol.Flush):
             return protocol.Flushed()
         if isinstance(message, protocol.Stats | protocol.AdminInspect):
-            return protocol.JsonReply(body=b'{"fake": true}')
+            return protocol.JsonReply(body=b'{"fake": true, "committed_seq": 9}')
         return protocol.Done()
 
 

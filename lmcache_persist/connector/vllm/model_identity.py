@@ -50,6 +50,7 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> di
         "model": model.model,
         "revision": model.revision,
         "code_revision": model.code_revision,
+        "implementation": str(model.model_impl),
         "weights": _weights(folder),
         "config": without_cosmetic_keys(config),
         "overrides": dict(model.hf_overrides),

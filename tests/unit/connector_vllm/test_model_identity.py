@@ -32,6 +32,7 @@ class Engine:
             model=str(folder),
             revision=None,
             code_revision=None,
+            model_impl="auto",
             hf_config_path=None,
             hf_overrides={},
             quantization=None,
@@ -100,6 +101,7 @@ def _runner(engine: Engine) -> None:
     [
         (_change("model", revision="v2"), "revision"),
         (_change("model", code_revision="v2"), "code_revision"),
+        (_change("model", model_impl="transformers"), "implementation"),
         (_change("model", hf_overrides={"rope_theta": 1.0}), "overrides.rope_theta"),
         (_change("model", dtype=torch.half), "dtype"),
         (_change("model", disable_sliding_window=True), "sliding_window_disabled"),
