@@ -59,19 +59,17 @@ class Stores:
             if mask & ~known or not mask:
                 raise RegistrationError(f"mask {mask:#x} names groups beyond {known:#x}")
             key = chunk_key(engine.fingerprint, ChunkHash(chunk_hash))
-            sizes = self._absent(engine, message.rank, key, mask)
-            if not sizes:
+            members = [group for group in range(len(engine.groups)) if mask >> group & 1]
+            if self._in_pool(key, message.rank, members):
                 stored.append(index)
                 continue
+            nbytes = engine.ranks[message.rank].object_bytes
+            sizes = {group: nbytes[group] for group in members}
             reservation = self._reserve(session, engine, message.rank, key, sizes)
             if reservation is None:
                 self._state.counters.reserve_refused += 1
                 continue
-            offsets = [
-                reservation.slots[group].offset if group in reservation.slots else -1
-                for group in range(len(engine.groups))
-                if mask >> group & 1
-            ]
+            offsets = [reservation.slots[group].offset for group in members]
             grants.append(protocol.Grant(index, reservation.number, offsets))
         return protocol.Reserved(grants=grants, stored=stored)
 
@@ -92,14 +90,9 @@ class Stores:
             )
         return engine
 
-    def _absent(self, engine: Engine, rank: int, key: ChunkKey, mask: int) -> dict[int, int]:
+    def _in_pool(self, key: ChunkKey, rank: int, members: list[int]) -> bool:
         entry = self._state.memory.get(key)
-        have = entry.slots if entry is not None else {}
-        return {
-            group: engine.ranks[rank].object_bytes[group]
-            for group in range(len(engine.groups))
-            if mask >> group & 1 and (rank, group) not in have
-        }
+        return entry is not None and all((rank, group) in entry.slots for group in members)
 
     def _reserve(
         self, session: Session, engine: Engine, rank: int, key: ChunkKey, sizes: dict[int, int]

@@ -7,7 +7,6 @@ gets all of its blocks, and only then its name. A crash leaves the whole store o
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
@@ -25,8 +24,6 @@ from lmcache_persist.store import data_file
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.data_file import DATA_NAME, DIR_MODE, FILE_MODE, LOCK_NAME
 from lmcache_persist.store.lmdb_errors import mapping_errors
-
-logger = logging.getLogger(__name__)
 
 MAX_READERS = 254
 """Reading transactions at once; one per thread, so far more than there ever are."""

@@ -126,9 +126,8 @@ class EmulatedEngine:
             members = [index for index, group in enumerate(self.groups) if group.cacheable]
             for grant in reply.grants:
                 for group, offset in zip(members, grant.offsets, strict=True):
-                    if offset >= 0:
-                        view = pool.view(offset, self.object_bytes)
-                        view[:] = pattern(hashes[grant.index], group, rank, self.object_bytes)
+                    view = pool.view(offset, self.object_bytes)
+                    view[:] = pattern(hashes[grant.index], group, rank, self.object_bytes)
             numbers = [grant.reservation for grant in reply.grants]
             if numbers:
                 committed = self.client.commit(numbers).result(TIMEOUT_S)
