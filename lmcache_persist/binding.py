@@ -94,6 +94,20 @@ class Binding:
         """The inverse of :meth:`to_json`; ``TypeError`` for other keys."""
         return cls(**value)
 
+    def after_rebind(self, stamp: Binding | None, replaced: str) -> Binding:
+        """The binding that holds if this is the manifest's and ``stamp`` the store's.
+
+        A rebind stamps the store first and notes there which binding that replaced; until
+        the manifest has followed, the stamp counts.
+
+        Args:
+            stamp: the store's, None if it has none.
+            replaced: id of the binding that the note names, empty without a note.
+        """
+        if stamp is None or replaced != self.binding_id or stamp.store_uuid != self.store_uuid:
+            return self
+        return stamp
+
     def summary(self) -> dict[str, Any]:
         """The form that ``inspect --json`` and ``negotiate --json`` show."""
         return {

@@ -68,6 +68,11 @@ class DataDir:
         return self.root / "crash.log"
 
     @property
+    def ballast(self) -> Path:
+        """Room kept for the manifest, for a start on a full disk."""
+        return self.root / "ballast"
+
+    @property
     def endpoint(self) -> str:
         """The default endpoint as a URL."""
         return f"ipc://{self.socket}"
@@ -324,7 +329,13 @@ class DataDirLock:
         """Write who holds the data dir and where it listens."""
         text = json.dumps(asdict(holder), sort_keys=True).encode()
         # One write, blank-padded: a reader sees the old text or the new one, never a mix.
-        os.pwrite(self._fd, text.ljust(_HOLDER_BYTES - 1) + b"\n", 0)
+        try:
+            os.pwrite(self._fd, text.ljust(_HOLDER_BYTES - 1) + b"\n", 0)
+        except OSError as error:
+            raise DataDirUnusable(
+                f"lock file {self.data_dir.lock} cannot be written: {error.strerror}",
+                hint="make room on its file system",
+            ) from error
         self._announced = True
 
     def release(self) -> None:
@@ -332,7 +343,8 @@ class DataDirLock:
         if self._fd >= 0:
             if self._announced:
                 with contextlib.suppress(OSError):  # a courtesy: the kernel's word counts
-                    os.ftruncate(self._fd, 0)
+                    # Not cut: on a full disk the next server would find no block to write to.
+                    os.pwrite(self._fd, b" " * (_HOLDER_BYTES - 1) + b"\n", 0)
             os.close(self._fd)
             self._fd = -1
 

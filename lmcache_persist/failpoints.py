@@ -32,6 +32,15 @@ NAMES: dict[str, str] = {
     "commit.after_sync": "the batch is durable, durable_seq not yet published",
     "evict.before_sync": "an evicting transaction is written, not committed",
     "evict.after_sync": "an evicting transaction is durable",
+    "rebind.before_stamp": "a rebind's new stamp is written to the store, not committed",
+    "rebind.after_stamp": "the store has the new binding, the manifest the old one",
+    "rebind.before_commit": "the manifest transaction of a rebind is written, not committed",
+    "rebind.after_commit": "the manifest has the new binding, the store still a note of the old",
+    "recover.after_set_aside": "the unreadable manifest is moved away, no new one is made yet",
+    "reset.before_mark": "a reset is decided, nothing says so on disk",
+    "reset.after_mark": "the data dir is marked as being reset, all is still there",
+    "reset.after_manifest": "the manifest is removed, the store is still there",
+    "reset.after_store": "the store is removed, the mark is still there",
     "migrate.before_commit": "a schema migration ran, its transaction is not committed",
 }
 """Every failpoint with what holds at it."""

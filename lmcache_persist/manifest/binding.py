@@ -1,4 +1,4 @@
-"""The binding in the manifest: one row, written once, by compare-and-set.
+"""The binding in the manifest: one row, written once, by compare-and-set; or by a rebind.
 
 Order of writes, here once: manifest row (this module), stamp in the store, first use. A
 crash in between leaves a binding without a stamp, which the next start stamps.
@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from lmcache_persist import failpoints, hashing
 from lmcache_persist.binding import Binding
+from lmcache_persist.errors import ManifestError
 from lmcache_persist.manifest.models import BindingRecord
 from lmcache_persist.manifest.session import Database, mapped, unreadable
 
@@ -82,3 +83,30 @@ def bind(database: Database, candidate: Binding) -> tuple[Binding, bool]:
         failpoints.hit("bind.after_commit")
     database.checkpoint()
     return candidate, True
+
+
+def rebind(database: Database, replaces: str, binding: Binding) -> None:
+    """Put ``binding`` in the place of the one with id ``replaces``: one transaction.
+
+    Durable: on return.
+
+    Raises:
+        ManifestBusy: nothing was changed.
+        ManifestError: another binding holds, and nothing was changed; or the disk failed,
+            and the old or the new one holds.
+    """
+    with database.write() as session:
+        holding = read_binding(session, database.path)
+        if holding is None or holding.binding_id != replaces:
+            raise ManifestError(
+                f"manifest {database.path} has binding"
+                f" {holding.binding_id[:12] if holding else 'none'}, expected {replaces[:12]}"
+            )
+        row = session.get_one(BindingRecord, _ONLY_ROW)
+        for name, value in binding.to_json().items():
+            setattr(row, name, value)
+        session.flush()
+        failpoints.hit("rebind.before_commit")
+    with mapped(database.path):
+        failpoints.hit("rebind.after_commit")
+    database.checkpoint()

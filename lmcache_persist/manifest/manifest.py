@@ -92,6 +92,14 @@ class Manifest:
         """
         return binding_table.bind(self._database, candidate)
 
+    def rebind(self, replaces: str, binding: Binding) -> None:
+        """Replace the binding with id ``replaces`` by another one.
+
+        Raises:
+            ManifestError: another binding holds, and nothing was changed.
+        """
+        binding_table.rebind(self._database, replaces, binding)
+
     def record_model(
         self,
         *,

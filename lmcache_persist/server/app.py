@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from lmcache_persist import __version__
 from lmcache_persist.config import Settings
@@ -25,9 +25,10 @@ from lmcache_persist.datadir import (
     Holder,
     make_data_dir,
 )
+from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
-from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server import ballast, crashes, recovery
 from lmcache_persist.server.binder import fixed_candidate, settle
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
@@ -72,13 +73,24 @@ def serve(settings: Settings) -> int:
         crashed = crashes.crashed_last_time(paths)
         if crashed:
             log.warning("%s: the last server crashed; checking the store", paths.crash_log)
-        found = recovery.look(paths, deep=crashed, condemned=crashes.keeps_crashing(paths))
+        found = recovery.look(
+            paths,
+            deep=crashed,
+            thorough=crashes.found_damage(paths),
+            condemned=crashes.keeps_crashing(paths),
+        )
         decision = recovery.decide(found, settings)
-        # From here on things are changed.
-        crash_log = crashes.watch(paths)
+        # From here on things are changed. Who starts is said first: the pool may take a while.
+        boot = Holder.of_process(
+            boot_id=secrets.token_hex(16), endpoint=settings.listen, started_at=utc_now()
+        )
+        ballast.give_up_if_full(paths)
+        lock.announce(boot)
+        crash_log = crashes.watch(paths, anew=decision.set_aside)
         try:
             with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
-                return _serve_data_dir(settings, paths, lock, manifest, decision)
+                ballast.take(paths)
+                return _serve_data_dir(settings, paths, lock, boot, manifest, decision, crash_log)
         finally:
             crashes.unwatch(crash_log)
 
@@ -87,15 +99,13 @@ def _serve_data_dir(
     settings: Settings,
     paths: DataDir,
     lock: DataDirLock,
+    boot: Holder,
     manifest: Manifest,
     decision: recovery.Decision,
+    crash_log: TextIO,
 ) -> int:
-    disk = recovery.carry_out(decision, paths, settings)
+    disk = recovery.carry_out(decision, paths, settings, manifest)
     try:
-        binding = decision.binding
-        if binding is None and settings.chunk_size is not None:
-            binding = settle(manifest, disk, fixed_candidate(settings, disk))
-            log.info("bound to chunk size %d by --chunk-size", binding.chunk_size)
         pool = Pool.create(
             PoolPaths.of(settings.pool_dir, disk.uuid),
             settings.pool_size_bytes,
@@ -106,8 +116,19 @@ def _serve_data_dir(
     except BaseException:
         disk.close()
         raise
-    server = Server(settings, paths, lock, manifest, disk, pool)
+    try:
+        # Last of all, so that a start that is refused for want of room binds nothing.
+        binding = decision.binding
+        if binding is None and settings.chunk_size is not None:
+            binding = settle(manifest, disk, fixed_candidate(settings, disk))
+            log.info("bound to chunk size %d by --chunk-size", binding.chunk_size)
+    except BaseException:
+        disk.close()
+        pool.close(remove=True)
+        raise
+    server = Server(settings, paths, lock, boot, manifest, disk, pool)
     server.state.binding = binding
+    server.state.writer.on_damage = lambda text: crashes.note_damage(crash_log, text)
     return server.run()
 
 
@@ -119,6 +140,7 @@ class Server:
         settings: Settings,
         paths: DataDir,
         lock: DataDirLock,
+        boot: Holder,
         manifest: Manifest,
         disk: LmdbDisk,
         pool: Pool,
@@ -127,6 +149,7 @@ class Server:
         self._paths = paths
         self._lock = lock
         self._http: HttpServer | None = None
+        self._start_recorded = False
         sequence, mailbox = CommitSequence(), Mailbox()
 
         def deliver(outcome: Outcome) -> None:
@@ -134,7 +157,7 @@ class Server:
 
         self.state = ServerState(
             settings=settings,
-            boot_id=secrets.token_hex(16),
+            boot_id=boot.boot_id,
             manifest=manifest,
             disk=disk,
             pool=pool,
@@ -144,7 +167,7 @@ class Server:
             writer=Writer(disk, deliver),
             binding=None,
             endpoint=settings.listen,
-            started_at=utc_now(),
+            started_at=boot.started_at,
         )
         self.service = Service(self.state)
         self.loop = Loop(self.state, self.service.handle)
@@ -154,15 +177,7 @@ class Server:
         state = self.state
         clean = False
         try:
-            state.manifest.start_boot(
-                BootRow(
-                    boot_id=state.boot_id,
-                    started_at=state.started_at,
-                    pid=os.getpid(),
-                    version=__version__,
-                    kernel_boot_id=kernel_boot_id(),
-                )
-            )
+            self._record_start()
             state.endpoint = self.loop.listen(self._settings.listen)
             self._socket_mode()
             self._lock.announce(
@@ -185,6 +200,30 @@ class Server:
             drained = self._stop(clean=clean)
         return 0 if drained else 1
 
+    def _record_start(self) -> None:
+        """For ``inspect``. On a full disk a server starts without the row: caching goes on."""
+        state = self.state
+        boot = BootRow(
+            boot_id=state.boot_id,
+            started_at=state.started_at,
+            pid=os.getpid(),
+            version=__version__,
+            kernel_boot_id=kernel_boot_id(),
+        )
+        try:
+            state.manifest.start_boot(boot)
+            self._start_recorded = True
+        except ManifestError as error:
+            log.warning("this start is not recorded: %s", error)
+
+    def _record_end(self, *, clean: bool) -> None:
+        if not self._start_recorded:
+            return
+        try:
+            self.state.manifest.end_boot(self.state.boot_id, at=utc_now(), clean=clean)
+        except PersistError as error:
+            log.warning("the end of this start is not recorded: %s", error)
+
     def _socket_mode(self) -> None:
         if self.state.endpoint.startswith("ipc://"):
             path = self.state.endpoint.removeprefix("ipc://")
@@ -206,13 +245,18 @@ class Server:
         state.clerk.shutdown(wait=True)
         if not drained:
             log.error("the disk did not take all committed chunks in time; giving them up")
-            state.manifest.end_boot(state.boot_id, at=utc_now(), clean=False)
+            self._record_end(clean=False)
             state.pool.close(remove=True)
             # The writer hangs in the disk; nothing may close the store under it.
             sys.stdout.flush()
             os._exit(1)
-        state.disk.close()
-        state.manifest.end_boot(state.boot_id, at=utc_now(), clean=clean)
+        try:
+            state.disk.close()
+        except StoreError as error:
+            # The next start finds no clean mark, and what was durable.
+            log.error("the store is not closed in good order: %s", error)
+            clean = drained = False
+        self._record_end(clean=clean)
         state.pool.close(remove=True)
         state.mailbox.close()
         log.info("stopped")

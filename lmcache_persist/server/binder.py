@@ -23,10 +23,13 @@ from lmcache_persist.errors import (
 from lmcache_persist.geometry import Group
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server.state import ServerState, utc_now
-from lmcache_persist.server.wire import Answer, binding_bytes
+from lmcache_persist.server.wire import Answer, binding_bytes, sendable
 from lmcache_persist.store.base import DiskTier
 
 log = logging.getLogger(__name__)
+
+MAX_RECORDING = 64
+"""Refusals on their way into the manifest; more at once are only counted and logged."""
 
 
 def fixed_candidate(settings: Settings, disk: DiskTier) -> Binding:
@@ -82,6 +85,7 @@ class Binder:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._recording = 0
 
     def bind(self, message: protocol.Bind, answer: Answer) -> None:
         """Bind, find compatible, or refuse."""
@@ -175,15 +179,18 @@ class Binder:
         log.warning("refused %s: %s", who or "a client", error)
         if isinstance(error, GeometryError) and not isinstance(error, AlignmentTooLarge):
             return
-        state, at = self._state, utc_now()
+        if self._recording >= MAX_RECORDING:
+            return  # counted and logged; whoever floods us does not get to fill the clerk's queue
+        self._recording += 1
+        state, at, detail = self._state, utc_now(), sendable(error.message)
         state.run(
             state.clerk,
-            lambda: state.manifest.record_rejection(reason=error.code, detail=error.message, at=at),
-            _log_failure,
+            lambda: state.manifest.record_rejection(reason=error.code, detail=detail, at=at),
+            self._recorded,
         )
 
-
-def _log_failure(done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-        log.error("manifest: %s", error)
+    def _recorded(self, done: Future[None]) -> None:
+        self._recording -= 1
+        error = done.exception()
+        if error is not None:
+            log.error("manifest: %s", error)

@@ -4,6 +4,9 @@ LMDB trusts its own tree pages and aborts, or faults, on broken ones. ``faulthan
 writes such a death to ``crash.log``. A log that is not empty makes the next start walk the
 store's pages before it maps them; the third such death in ten minutes condemns the store
 even if its pages look well, so that there is never a crash loop.
+
+A server that lives and finds its store's structure broken writes that into the log, too:
+its successor then compares everything but the digests before it maps the store.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ WINDOW_S = 600.0
 """Seconds within which crashes add up."""
 LIMIT = 3
 """Crashes within the window that condemn the store."""
+_DAMAGED = "store damaged: "
 
 
 def _older(paths: DataDir) -> list[Path]:
@@ -48,8 +52,34 @@ def keeps_crashing(paths: DataDir) -> bool:
     return sum(at is not None and at >= since for at in deaths) >= LIMIT
 
 
-def watch(paths: DataDir) -> TextIO:
+def found_damage(paths: DataDir) -> bool:
+    """Whether the last server found the store's structure broken while it ran."""
+    try:
+        return _DAMAGED in paths.crash_log.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return False
+
+
+def note_damage(file: TextIO, text: str) -> None:
+    """Tell the next start that the store is to be compared with itself; once is enough.
+
+    Args:
+        file: from :func:`watch`.
+        text: what was found.
+
+    Threads: any.
+    """
+    if os.fstat(file.fileno()).st_size == 0:
+        file.write(f"{_DAMAGED}{text}\n")
+        file.flush()
+
+
+def watch(paths: DataDir, *, anew: bool = False) -> TextIO:
     """Start this server's crash log; the last ones are kept under ``crash.N.log``.
+
+    Args:
+        paths: the data dir's.
+        anew: forget the deaths so far: they were those of a store that is set aside.
 
     Returns:
         The open log, for :func:`unwatch`.
@@ -59,6 +89,9 @@ def watch(paths: DataDir) -> TextIO:
         for newer, older in reversed(list(itertools.pairwise(chain))):
             if newer.exists():
                 os.replace(newer, older)
+    if anew:
+        for path in _older(paths):
+            path.unlink(missing_ok=True)
     file = open(paths.crash_log, "w", encoding="utf-8")  # noqa: SIM115 - lives with the server
     os.fchmod(file.fileno(), 0o600)
     faulthandler.enable(file=file, all_threads=True)

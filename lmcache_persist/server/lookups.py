@@ -13,22 +13,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lmcache_persist import geometry, protocol
 from lmcache_persist.errors import LeaseError, ObjectCorrupt, StoreError
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.server.registration import Engine, Registry
-from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, chunk_key
 from lmcache_persist.store.memory import Entry, Slot
+from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
 MAX_LOOKUPS_PER_SESSION = 4096
+MAX_SLOTS_PER_ANSWER = protocol.MAX_MESSAGE_BYTES // 9 - 1024
+"""Nine bytes is the most that an offset takes in MessagePack."""
+_SLOTS_PER_RUN = 5
+"""What a run takes besides its offsets, in offsets."""
 
 Wanted = tuple[ChunkKey, Place]
 
@@ -64,6 +69,8 @@ class Lookup:
     prefix_tokens: int = 0
     result: protocol.Found | None = None
     answer: Answer | None = None
+    answer_by_s: float = 0.0
+    timed: bool = False
 
 
 class Lookups:
@@ -72,12 +79,14 @@ class Lookups:
     Threads: the loop; reads run on the readers.
     """
 
-    def __init__(self, state: ServerState, registry: Registry) -> None:
+    def __init__(self, state: ServerState, registry: Registry, sessions: Sessions) -> None:
         self._state = state
         self._registry = registry
+        self._sessions = sessions
         self._lookups: dict[tuple[str, int], Lookup] = {}
         self._waiting: deque[Lookup] = deque()
         self._loading: dict[Wanted, list[Lookup]] = {}
+        self._unsearchable, self._corrupt, self._unreadable = (Throttle(log) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self._lookups)
@@ -94,8 +103,28 @@ class Lookups:
         if message.wait_ms == 0:
             answer(protocol.NotYet())
             return
+        if lookup.answer is not None:
+            lookup.answer(protocol.NotYet())
         lookup.answer = answer
-        self._state.timers.call_in(message.wait_ms / 1000, lambda: answer(protocol.NotYet()))
+        lookup.answer_by_s = time.monotonic() + message.wait_ms / 1000
+        if not lookup.timed:
+            self._time(lookup)
+
+    def _time(self, lookup: Lookup) -> None:
+        """One timer per lookup, however often it is polled."""
+        lookup.timed = True
+        delay_s = max(0.0, lookup.answer_by_s - time.monotonic())
+        self._state.timers.call_in(delay_s, lambda: self._waited(lookup))
+
+    def _waited(self, lookup: Lookup) -> None:
+        lookup.timed = False
+        if lookup.answer is None:
+            return
+        if time.monotonic() < lookup.answer_by_s:
+            self._time(lookup)
+            return
+        answer, lookup.answer = lookup.answer, None
+        answer(protocol.NotYet())
 
     def release(self, session: Session, number: int) -> None:
         """End a lookup, whatever it is at."""
@@ -104,6 +133,7 @@ class Lookups:
             return
         session.lookups.discard(number)
         lookup.cancelled = True
+        lookup.answer = None
         self._let_go(lookup)
         self.retry_waiting()
 
@@ -136,6 +166,8 @@ class Lookups:
             fingerprint = engine.fingerprint
             keys = [chunk_key(fingerprint, ChunkHash(h)) for h in hashes[:limit]]
         held = message.held_tokens // binding.chunk_size if binding else 0
+        # As it is now: ranks may leave, or register something else, while this goes on.
+        engine = replace(engine, ranks=dict(engine.ranks))
         lookup = Lookup(session, message.lookup, engine, keys, message.num_tokens, held)
         self._lookups[session.token, message.lookup] = lookup
         session.lookups.add(message.lookup)
@@ -155,7 +187,7 @@ class Lookups:
                 self._found(lookup, unknown, done.result())
             except (StoreError, OSError) as error:
                 self._state.counters.read_failures += 1
-                log.warning("disk tier cannot be searched: %s", error)
+                self._unsearchable.warning(f"disk tier cannot be searched: {error}")
                 self._found(lookup, [], [])
 
         self._state.run(self._state.readers, lambda: disk.find(unknown), then)
@@ -185,9 +217,8 @@ class Lookups:
         size, groups = binding.chunk_size, lookup.engine.groups
         lookup.present = [self._mask(lookup, key) for key in lookup.keys]
         chunk_bytes = max(1, lookup.engine.chunk_pool_bytes)
-        share = self._state.memory.share_bytes
-        share -= session.held_bytes + self._state.memory.reserved_bytes(session.token)
-        room = max(0, share) // chunk_bytes
+        share = self._state.memory.share_bytes - self._sessions.held_bytes(session)
+        room = min(max(0, share) // chunk_bytes, _chunks_per_message(lookup.engine))
         limit = lookup.held_chunks + room
         prefix = geometry.restorable_prefix(
             groups, size, lookup.num_tokens, lookup.present, max_chunks=limit
@@ -329,11 +360,11 @@ class Lookups:
             state.counters.loaded_bytes += entry.slots[place].nbytes
         if outcome.corrupt:
             state.counters.corrupt_chunks += 1
-            log.warning("chunk %s is corrupt and dropped: %s", entry.key.hex(), outcome.error)
+            self._corrupt.warning(f"chunk is corrupt and dropped: {outcome.error}")
             state.writer.drop([entry.key])
         elif outcome.error:
             state.counters.read_failures += 1
-            log.warning("chunk %s cannot be read: %s", entry.key.hex(), outcome.error)
+            self._unreadable.warning(f"chunk {entry.key.hex()} cannot be read: {outcome.error}")
         state.memory.load_failed(entry, bad)
         waiting: dict[int, Lookup] = {}
         for place in places:
@@ -388,9 +419,11 @@ class Lookups:
         counters.disk_hit_chunks += disk_chunks
         if needs:
             self._state.writer.touch(lookup.keys[: self._chunks(lookup)])
+        # What it took to decide is not needed any more, and a client may keep many.
+        lookup.keys, lookup.present, lookup.records = [], [], {}
         if lookup.answer is not None:
-            lookup.answer(lookup.result)
-            lookup.answer = None
+            answer, lookup.answer = lookup.answer, None
+            answer(lookup.result)
 
     def _runs(self, lookup: Lookup, prefix: int) -> list[protocol.SlotRun]:
         binding, memory = self._state.binding, self._state.memory
@@ -416,6 +449,12 @@ class Lookups:
             lookup = self._waiting.popleft()
             if not lookup.cancelled:
                 self._claim(lookup)
+
+
+def _chunks_per_message(engine: Engine) -> int:
+    """How many chunks' slots the answer to a lookup can name."""
+    runs = max(1, len(engine.ranks) * sum(group.cacheable for group in engine.groups))
+    return max(0, (MAX_SLOTS_PER_ANSWER - _SLOTS_PER_RUN * runs) // runs)
 
 
 @dataclass(frozen=True, slots=True)

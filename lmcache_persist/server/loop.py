@@ -12,13 +12,15 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 
 import zmq
 
 from lmcache_persist import protocol
-from lmcache_persist.errors import ConfigError, PersistError, ProtocolError
+from lmcache_persist.endpoint import parse_endpoint
+from lmcache_persist.errors import ConfigError, MessageTooLarge, PersistError, ProtocolError
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer, error_reply
@@ -26,7 +28,10 @@ from lmcache_persist.server.wire import Answer, error_reply
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 64
-HIGH_WATER_MARK = 4096
+SEND_QUEUE = 1024
+"""Answers kept for a client that does not read; beyond it they are dropped."""
+RECEIVE_QUEUE = 64
+"""Requests taken from one client ahead of the loop: at 4 MiB each, all the memory it can get."""
 POLL_S = 1.0
 LOG_EVERY_S = 30.0
 
@@ -53,10 +58,9 @@ class Loop:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.IPV6, 1)
 
     def listen(self, endpoint: str) -> str:
         """Bind the socket; returns the endpoint with its port.
@@ -65,9 +69,9 @@ class Loop:
             ConfigError: the endpoint cannot be had.
         """
         if endpoint.startswith("ipc://"):
-            # The data dir's lock is ours, so whatever lies here is a dead server's.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(endpoint.removeprefix("ipc://"))
+            _clear_socket(endpoint.removeprefix("ipc://"))
+        # Only then: a dual-stack socket would call 127.0.0.1 by another name.
+        self._socket.setsockopt(zmq.IPV6, int(parse_endpoint(endpoint).ipv6))
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -84,7 +88,7 @@ class Loop:
         while self._running:
             ready = dict(poller.poll(math.ceil(1000 * self._state.timers.next_in_s(POLL_S))))
             if self._mailbox.fd in ready:
-                self._guard(self._mailbox.drain)
+                self._mailbox.drain(self._guard)
             if self._socket in ready:
                 self._receive()
             self._guard(self._state.timers.run_due)
@@ -148,7 +152,11 @@ class Loop:
     def _send(self, peer: bytes, request_id: bytes, reply: protocol.Reply | PersistError) -> None:
         if isinstance(reply, PersistError):
             reply = error_reply(reply)
-        body = protocol.encode_reply(reply, self._state.boot_id, self._state.sequence.durable_seq)
+        durable = self._state.sequence.durable_seq
+        try:
+            body = protocol.encode_reply(reply, self._state.boot_id, durable)
+        except MessageTooLarge as error:
+            body = protocol.encode_reply(error_reply(error), self._state.boot_id, durable)
         try:
             self._socket.send_multipart([peer, request_id, body], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):
@@ -162,3 +170,27 @@ class Loop:
         except Exception:  # the loop's last line: logged with its traceback, counted
             self._state.counters.bad_messages += 1
             log.exception("defect in the server; please report it")
+
+
+def _clear_socket(path: str) -> None:
+    """Remove a dead server's socket; ``bind`` would silently take a living one's, too.
+
+    Raises:
+        ConfigError: somebody listens there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"socket {path} cannot be used: {error.strerror or error}",
+                hint="choose another --listen",
+            ) from error
+    raise ConfigError(
+        f"another process listens at {path}", hint="choose another --listen, or stop it"
+    )

@@ -22,15 +22,15 @@ class Mailbox:
         self._queue.append(action)
         os.eventfd_write(self.fd, 1)
 
-    def drain(self) -> None:
-        """Run what has arrived."""
+    def drain(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Have ``run`` do each of what has arrived; it must not raise, or the rest waits."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             pass
         # Only what is there now: an action that posts again must not starve the sockets.
         for _ in range(len(self._queue)):
-            self._queue.popleft()()
+            run(self._queue.popleft())
 
     def close(self) -> None:
         """Free the descriptor."""

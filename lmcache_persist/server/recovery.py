@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from pathlib import Path
 
 from lmcache_persist import hashing
 from lmcache_persist.binding import MODE_AUTO, Binding
@@ -19,13 +20,17 @@ from lmcache_persist.config import Settings
 from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import (
     BindingMismatch,
+    DiskTooSmall,
+    FormatTooNew,
     PersistError,
     StoreDamaged,
     StoreMismatch,
 )
-from lmcache_persist.manifest import ManifestSnapshot, read_snapshot
+from lmcache_persist.manifest import Manifest, ManifestSnapshot, read_snapshot
 from lmcache_persist.store import data_file, lmdb_disk
-from lmcache_persist.store.offline import peek, verify_pages
+from lmcache_persist.store.format import FORMAT_VERSION
+from lmcache_persist.store.offline import structure_problem, verify_pages
+from lmcache_persist.store.peek_child import peek_in_child
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +53,12 @@ class Found:
         snapshot: of the manifest, None if there is none.
         store: the state of the store.
         damage: why it is damaged.
-        uuid: of the store, empty unless present.
-        stamp: the store's, None if unbound or not present.
+        uuid: of the store, empty if it cannot be told.
+        stamp: the store's, None if unbound or if it cannot be told.
         has_objects: whether any object is stored.
         format_version: of the store.
+        capacity_bytes: of the store, 0 if it cannot be told.
+        replaced: id of the binding that a rebind stamped over, until the manifest followed.
     """
 
     snapshot: ManifestSnapshot | None
@@ -61,11 +68,18 @@ class Found:
     stamp: Binding | None = None
     has_objects: bool = False
     format_version: int = 0
+    capacity_bytes: int = 0
+    replaced: str = ""
+
+    @property
+    def held(self) -> Binding | None:
+        """The manifest's binding."""
+        return self.snapshot.binding if self.snapshot else None
 
     @property
     def binding(self) -> Binding | None:
-        """The manifest's."""
-        return self.snapshot.binding if self.snapshot else None
+        """The one that holds: the manifest's, or the one that a rebind was about to give it."""
+        return self.held.after_rebind(self.stamp, self.replaced) if self.held else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,7 @@ class Decision:
         store_uuid: the uuid a new store is made with, None to let it choose.
         set_aside: move a damaged store away first.
         complete_stamp: the store still needs its stamp.
+        replaces: id of the manifest's binding that a rebind stopped short of replacing.
         notes: loud lines for the operator.
     """
 
@@ -85,15 +100,18 @@ class Decision:
     set_aside: bool = False
     complete_stamp: bool = False
     notes: tuple[str, ...] = ()
+    replaces: str = ""
 
 
-def look(paths: DataDir, *, deep: bool, condemned: bool = False) -> Found:
+def look(paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool = False) -> Found:
     """Look at a data dir without changing it.
 
     Args:
         paths: the data dir's.
         deep: walk all tree pages of the store before it is mapped (after a crash that may
             have come from them); takes seconds per million objects.
+        thorough: compare the store's databases with each other, too (after the last server
+            found the store damaged, which may be no matter of pages).
         condemned: take a present store for damaged: servers keep dying of it.
 
     Raises:
@@ -103,29 +121,31 @@ def look(paths: DataDir, *, deep: bool, condemned: bool = False) -> Found:
         snapshot = read_snapshot(paths.manifest)
     except FileNotFoundError:
         snapshot = None
+    if not data_file.exists(paths.store):
+        return Found(snapshot, StoreState.ABSENT)
+    if condemned:
+        return Found(snapshot, StoreState.DAMAGED, "servers keep crashing on it")
+    lost_power = data_file.lost_power_unsynced(paths.store)
     try:
-        if data_file.lost_power_unsynced(paths.store):
-            return Found(
-                snapshot,
-                StoreState.DAMAGED,
-                "the machine lost power while durability was relaxed",
-            )
-        if condemned and (paths.store / data_file.DATA_NAME).exists():
-            return Found(snapshot, StoreState.DAMAGED, "servers keep crashing on it")
-        if deep and (damage := verify_pages(paths.store)):
+        if (deep or thorough or lost_power) and (damage := verify_pages(paths.store)):
             return Found(snapshot, StoreState.DAMAGED, damage)
-        found = peek(paths.store)
+        found = peek_in_child(paths.store)
+        if thorough and (damage := structure_problem(paths.store)):
+            return Found(snapshot, StoreState.DAMAGED, damage)
     except StoreDamaged as error:
         return Found(snapshot, StoreState.DAMAGED, error.message)
     if found is None:
         return Found(snapshot, StoreState.ABSENT)
     return Found(
         snapshot,
-        StoreState.PRESENT,
+        StoreState.DAMAGED if lost_power else StoreState.PRESENT,
+        "the machine lost power while durability was relaxed" if lost_power else "",
         uuid=found.uuid,
         stamp=found.stamp,
         has_objects=found.has_objects,
         format_version=found.format_version,
+        capacity_bytes=found.capacity_bytes,
+        replaced=found.replaced,
     )
 
 
@@ -138,7 +158,7 @@ def decide(found: Found, settings: Settings) -> Decision:
     """
     binding = found.binding
     if binding is None:
-        return _decide_unbound(found)
+        return _decide_unbound(found, settings.data_dir)
     _check_settings(binding, settings)
     _check_understood(binding)
     notes = _notes(binding, settings)
@@ -148,50 +168,92 @@ def decide(found: Found, settings: Settings) -> Decision:
             f" (chunk size {binding.chunk_size})"
         )
         return Decision(binding, binding.store_uuid, complete_stamp=True, notes=(note, *notes))
+    if found.uuid:
+        _check_belongs(found, binding, settings.data_dir)
     if found.store is StoreState.DAMAGED:
         note = (
             f"the store is damaged ({found.damage}) and set aside; starting empty under binding"
             f" {binding.binding_id[:12]} (chunk size {binding.chunk_size})"
         )
         return Decision(binding, binding.store_uuid, True, True, (note, *notes))
+    replaces = found.held.binding_id if found.held and found.held != binding else ""
+    if replaces:
+        note = f"completing a rebind that was interrupted, to chunk size {binding.chunk_size}"
+        notes = (note, *notes)
+    return Decision(binding, complete_stamp=found.stamp is None, notes=notes, replaces=replaces)
+
+
+def check_together(found: Found, data_dir: Path) -> None:
+    """Refuse what a start would refuse whatever its flags are.
+
+    Raises:
+        StoreMismatch: manifest and store do not belong together, or are not understood.
+        FormatTooNew: as it says.
+    """
+    if found.binding is None:
+        _decide_unbound(found, data_dir)
+        return
+    _check_understood(found.binding)
+    if found.uuid:
+        _check_belongs(found, found.binding, data_dir)
+
+
+def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:
     if found.uuid != binding.store_uuid:
         raise StoreMismatch(
             f"the store has uuid {found.uuid}, the manifest is bound to {binding.store_uuid}",
-            hint="put back the store or the manifest that belongs to the other one; with the"
-            " store folder moved away the server starts empty",
+            hint=_other_one(data_dir),
         )
     if found.stamp is None:
         if found.has_objects:
             raise StoreMismatch(
                 "the store has objects and no stamp, so nothing says what they are",
-                hint="move the store folder away; the server then starts empty",
+                hint=f"start empty with: lmcache-persist reset {data_dir}",
             )
-        return Decision(binding, complete_stamp=True, notes=notes)
+        return
     if found.stamp.binding_id != binding.binding_id:
         raise StoreMismatch(
             f"the store is stamped with binding {found.stamp.binding_id[:12]} (chunk size"
             f" {found.stamp.chunk_size}), the manifest has {binding.binding_id[:12]} (chunk"
             f" size {binding.chunk_size})",
-            hint="put back the manifest or the store that belongs to the other one; with the"
-            " store folder moved away the server starts empty",
+            hint=_other_one(data_dir),
         )
-    return Decision(binding, notes=notes)
 
 
-def _decide_unbound(found: Found) -> Decision:
+def _decide_unbound(found: Found, data_dir: Path) -> Decision:
     what = "there is no manifest" if found.snapshot is None else "the manifest is unbound"
-    if found.store is StoreState.DAMAGED:
+    if found.store is StoreState.DAMAGED and not found.uuid:
         raise StoreMismatch(
             f"{what}, and the store beside it is damaged ({found.damage})",
-            hint="put the manifest back, or move the store folder away to start afresh",
+            hint=f"put the manifest back, or start afresh with: lmcache-persist reset {data_dir}",
         )
     if found.stamp is not None or found.has_objects:
         size = f", chunk size {found.stamp.chunk_size}" if found.stamp else ""
         raise StoreMismatch(
             f"{what}, but the store beside it is in use (uuid {found.uuid}{size})",
-            hint="put the manifest back, or move the store folder away to start afresh",
+            hint=_rebuild(found, data_dir),
+        )
+    if found.store is StoreState.DAMAGED:
+        return Decision(
+            None, set_aside=True, notes=(f"the empty store is set aside: {found.damage}",)
         )
     return Decision(None)
+
+
+def _other_one(data_dir: Path) -> str:
+    return (
+        "put back the store or the manifest that belongs to the other one; or start afresh with:"
+        f" lmcache-persist reset {data_dir}"
+    )
+
+
+def _rebuild(found: Found, data_dir: Path) -> str:
+    if found.stamp is None:
+        return f"put the manifest back, or start afresh with: lmcache-persist reset {data_dir}"
+    return (
+        "rebuild the manifest from the store's stamp with: lmcache-persist recover"
+        f" {data_dir}; or start afresh with: lmcache-persist reset {data_dir}"
+    )
 
 
 def _check_settings(binding: Binding, settings: Settings) -> None:
@@ -199,7 +261,9 @@ def _check_settings(binding: Binding, settings: Settings) -> None:
         raise BindingMismatch(
             f"--chunk-size is {settings.chunk_size}, but this data dir is bound to"
             f" {binding.chunk_size} since {binding.bound_at}",
-            hint=f"start with --chunk-size {binding.chunk_size} or auto, or use another --data-dir",
+            hint=f"start with --chunk-size {binding.chunk_size} or auto, use another --data-dir, or"
+            " give up what is stored with: lmcache-persist rebind"
+            f" {settings.data_dir} --chunk-size {settings.chunk_size}",
             found=binding.chunk_size,
             expected=settings.chunk_size,
         )
@@ -219,6 +283,14 @@ def _check_understood(binding: Binding) -> None:
             f" expected {expected[0]} version {expected[1]}",
             hint="start the version of lmcache-persist that made it",
         )
+    if binding.store_format_version > FORMAT_VERSION:
+        raise FormatTooNew(
+            f"the manifest is bound to a store of format {binding.store_format_version},"
+            f" expected at most {FORMAT_VERSION}",
+            hint="start the version of lmcache-persist that wrote it",
+            found=binding.store_format_version,
+            expected=FORMAT_VERSION,
+        )
 
 
 def _notes(binding: Binding, settings: Settings) -> tuple[str, ...]:
@@ -231,7 +303,9 @@ def _notes(binding: Binding, settings: Settings) -> tuple[str, ...]:
     return ()
 
 
-def carry_out(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.LmdbDisk:
+def carry_out(
+    decision: Decision, paths: DataDir, settings: Settings, manifest: Manifest
+) -> lmdb_disk.LmdbDisk:
     """Open the store as decided; the first thing that changes anything.
 
     Raises:
@@ -239,21 +313,54 @@ def carry_out(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_di
     """
     for note in decision.notes:
         log.warning("%s", note)
+    if decision.replaces and decision.binding is not None:
+        manifest.rebind(decision.replaces, decision.binding)
     if decision.set_aside:
-        moved = data_file.set_aside(paths.store)
-        log.warning("the damaged store is now %s", moved)
-    disk = lmdb_disk.LmdbDisk.open(
-        paths.store,
-        settings.capacity_bytes,
-        uuid=decision.store_uuid,
-        relaxed=settings.durability == "relaxed",
-    )
+        _set_aside(paths)
+    try:
+        disk = _open(decision, paths, settings)
+    except StoreDamaged as error:
+        if decision.binding is None:
+            raise
+        # What a start looks at was well, and what opening for writing needs was not.
+        log.warning(
+            "the store is damaged (%s) and set aside; starting empty under binding %s",
+            error.message,
+            decision.binding.binding_id[:12],
+        )
+        _set_aside(paths)
+        decision = replace(decision, store_uuid=decision.binding.store_uuid, complete_stamp=True)
+        disk = _open(decision, paths, settings)
     return _or_close(disk, lambda: _complete(disk, decision))
+
+
+def _set_aside(paths: DataDir) -> None:
+    log.warning("the damaged store is now %s", data_file.set_aside(paths.store))
+
+
+def _open(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.LmdbDisk:
+    def attempt() -> lmdb_disk.LmdbDisk:
+        return lmdb_disk.LmdbDisk.open(
+            paths.store,
+            settings.capacity_bytes,
+            uuid=decision.store_uuid,
+            relaxed=settings.durability == "relaxed",
+        )
+
+    try:
+        return attempt()
+    except DiskTooSmall:
+        gone = data_file.discard_set_aside(paths.store)
+        if gone is None:
+            raise
+        log.warning("there is no room for the store beside the damaged one; removed %s", gone)
+        return attempt()
 
 
 def _complete(disk: lmdb_disk.LmdbDisk, decision: Decision) -> None:
     if decision.complete_stamp and decision.binding is not None:
         disk.write_stamp(decision.binding)
+    disk.finish_rebind()
 
 
 def _or_close(disk: lmdb_disk.LmdbDisk, action: Callable[[], None]) -> lmdb_disk.LmdbDisk:

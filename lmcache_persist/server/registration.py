@@ -22,9 +22,9 @@ from lmcache_persist.errors import (
 from lmcache_persist.geometry import Group
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.server.binder import Binder
-from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState, utc_now
-from lmcache_persist.server.wire import Answer
+from lmcache_persist.server.wire import Answer, sendable
 from lmcache_persist.store.allocator import slot_bytes
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Rank:
     """What one worker registered."""
 
     session: str
+    lock: str
     layout: dict[str, Any]
     object_bytes: list[int]
 
@@ -77,9 +78,10 @@ class Registry:
     Threads: the loop.
     """
 
-    def __init__(self, state: ServerState, binder: Binder) -> None:
+    def __init__(self, state: ServerState, binder: Binder, sessions: Sessions) -> None:
         self._state = state
         self._binder = binder
+        self._sessions = sessions
         self._engines: dict[str, Engine] = {}
 
     def all(self) -> list[Engine]:
@@ -115,9 +117,11 @@ class Registry:
         identity.check_identity(claimed)
         rank = Rank(
             session.token,
+            session.lock,
             identity.parse_object(message.layout, "layout"),
             list(message.object_bytes),
         )
+        self._check_free(session, message)
         engine = self._engine_for(message, claimed, groups)
         ranks = {**engine.ranks, message.rank: rank}
         self._check_size(engine, ranks)
@@ -126,6 +130,22 @@ class Registry:
         if not engine.missing_ranks:
             self._complete(engine)
         return engine
+
+    def _check_free(self, session: Session, message: protocol.Register) -> None:
+        """A rank belongs to the living process that registered it.
+
+        Two engines under one name would otherwise look up each other's objects.
+        """
+        known = self._engines.get(message.engine)
+        rank = known.ranks.get(message.rank) if known is not None else None
+        if rank is None or rank.session == session.token or rank.lock in ("", session.lock):
+            return
+        if self._sessions.is_alive(rank.session):
+            raise RegistrationError(
+                f"rank {message.rank} of engine {message.engine} is registered by another living"
+                " process",
+                hint="give each engine an id of its own, or stop the other one",
+            )
 
     def _engine_for(
         self, message: protocol.Register, claimed: dict[str, Any], groups: tuple[Group, ...]
@@ -170,13 +190,17 @@ class Registry:
             )
 
     def _complete(self, engine: Engine) -> None:
-        layouts = [engine.ranks[rank].layout for rank in range(engine.world_size)]
+        # With the sizes: whoever shares objects agrees on how long they are.
+        layouts = [
+            {**rank.layout, "object_bytes": rank.object_bytes}
+            for rank in (engine.ranks[number] for number in range(engine.world_size))
+        ]
         groups = [group.to_json() for group in engine.groups]
         engine.fingerprint = identity.fingerprint(engine.identity, groups, layouts)
         log.info(
             "engine %s registered: model %s, fingerprint %s, %d rank(s)",
             engine.name,
-            engine.identity["model"],
+            str(engine.identity["model"])[:200],
             engine.fingerprint[:12],
             engine.world_size,
         )
@@ -186,7 +210,7 @@ class Registry:
             state.clerk,
             lambda: state.manifest.record_model(
                 fingerprint=fingerprint,
-                name=str(engine.identity["model"]),
+                name=sendable(str(engine.identity["model"])),
                 identity=engine.identity,
                 groups=groups,
                 layouts=layouts,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -25,6 +24,8 @@ from lmcache_persist.store.writer import Outcome
 
 log = logging.getLogger(__name__)
 
+MAX_ENGINES_SHOWN, MAX_RANKS_SHOWN, MAX_NAME_CHARS = 256, 64, 200
+"""Bounds of what stats says of engines: whatever registers, the numbers fit a message."""
 TICK_S = 0.5
 """Seconds between looks at client locks and at what rests."""
 
@@ -48,9 +49,9 @@ class Service:
         self._state = state
         self.sessions = Sessions(state, self._session_ended)
         self._binder = Binder(state)
-        self.registry = Registry(state, self._binder)
-        self.lookups = Lookups(state, self.registry)
-        self._stores = Stores(state, self.registry, self.lookups.retry_waiting)
+        self.registry = Registry(state, self._binder, self.sessions)
+        self.lookups = Lookups(state, self.registry, self.sessions)
+        self._stores = Stores(state, self.registry, self.sessions, self.lookups.retry_waiting)
         self._check = LiveCheck(state)
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
             protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
@@ -60,7 +61,7 @@ class Service:
             protocol.Reserve: lambda s, m, answer: answer(self._stores.reserve(s, m)),
             protocol.Commit: lambda s, m, answer: answer(self._stores.commit(s, m)),
             protocol.GiveBack: self._give_back,
-            protocol.Flush: lambda s, m, answer: self._stores.flush(m, answer),
+            protocol.Flush: self._stores.flush,
             protocol.Ping: lambda s, m, answer: answer(protocol.Done()),
             protocol.Stats: lambda s, m, answer: answer(_json(self.stats())),
             protocol.AdminInspect: self._inspect,
@@ -85,13 +86,14 @@ class Service:
         self._stores.written(outcome)
 
     def _tick(self) -> None:
+        # Armed first: a defect in one round must not be the end of all rounds.
+        self._state.timers.call_in(TICK_S, self._tick)
         self.sessions.tick()
         self._stores.tick()
-        self._state.timers.call_in(TICK_S, self._tick)
 
     def _session_ended(self, session: Session) -> None:
         self.lookups.forget_session(session)
-        self._state.memory.forget_owner(session.token, time.monotonic())
+        self._stores.forget_session(session)
         self.registry.forget_session(session.token)
 
     def _release(self, session: Session, message: protocol.Release, answer: Answer) -> None:
@@ -131,11 +133,11 @@ class Service:
             "engines": [
                 {
                     "engine": engine.name,
-                    "model": str(engine.identity.get("model", "")),
+                    "model": str(engine.identity.get("model", ""))[:MAX_NAME_CHARS],
                     "fingerprint": engine.fingerprint,
-                    "missing_ranks": engine.missing_ranks,
+                    "missing_ranks": engine.missing_ranks[:MAX_RANKS_SHOWN],
                 }
-                for engine in self.registry.all()
+                for engine in self.registry.all()[:MAX_ENGINES_SHOWN]
             ],
             "lookups_open": len(self.lookups),
             "leased_bytes": sum(session.held_bytes for session in self.sessions.all()),

@@ -18,11 +18,15 @@ from lmcache_persist import protocol
 from lmcache_persist.errors import LeaseError, ProtocolError, Stale, UnsupportedVersion
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import client_is_dead
+from lmcache_persist.store.pool import remove_dead_clients
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
+MAX_SESSIONS_PER_LOCK = 256
 LOCKLESS_SILENCE_S = 120.0
+SWEEP_EVERY_S = 30.0
+"""Seconds between looks for lock files whose processes ended after saying bye, or unheard of."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,8 @@ class Sessions:
         self._state = state
         self._on_end = on_end
         self._sessions: dict[str, Session] = {}
+        self._by_lock: dict[str, dict[str, Session]] = {}
+        self._swept_s = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -84,20 +90,67 @@ class Sessions:
                 f" server {protocol.MIN_PROTOCOL_VERSION} to {protocol.PROTOCOL_VERSION}",
                 hint="upgrade the older of the two",
             )
-        if message.lock and client_is_dead(self._state.pool.paths.client_lock(message.lock)):
+        if message.lock and self._is_dead(message.lock, unknown=True):
             raise LeaseError(
                 f"client lock {message.lock} is held by no living process",
                 hint="take the lock in the pool's .clients folder before saying hello with it",
             )
         session = self._sessions.get(message.session)
         if session is None:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise ProtocolError(f"there are {MAX_SESSIONS} sessions already")
+            self._make_room()
             session = Session(secrets.token_hex(16), message.kind, message.label, "", 0.0)
             self._sessions[session.token] = session
         session.last_seen_s = time.monotonic()
-        session.lock = message.lock or session.lock
+        if message.lock and message.lock != session.lock:
+            self._take_lock(session, message.lock)
         return self._welcome(session, version)
+
+    def _make_room(self) -> None:
+        """With too many sessions, the lockless one that was silent the longest has to go."""
+        if len(self._sessions) < MAX_SESSIONS:
+            return
+        lockless = [session for session in self.all() if not session.lock]
+        if not lockless:
+            raise ProtocolError(f"there are {MAX_SESSIONS} sessions already")
+        self.end(min(lockless, key=lambda session: session.last_seen_s))
+
+    def _take_lock(self, session: Session, lock: str) -> None:
+        mine = self._by_lock.setdefault(lock, {})
+        if len(mine) >= MAX_SESSIONS_PER_LOCK:
+            raise ProtocolError(f"this process has {MAX_SESSIONS_PER_LOCK} sessions already")
+        self._leave_lock(session)
+        session.lock = lock
+        mine[session.token] = session
+
+    def _leave_lock(self, session: Session) -> None:
+        mine = self._by_lock.get(session.lock)
+        if mine is not None and mine.pop(session.token, None) is not None and not mine:
+            del self._by_lock[session.lock]
+
+    def held_bytes(self, session: Session) -> int:
+        """Pool bytes that a session's process holds: leases and reservations of all its sessions.
+
+        A scheduler and a worker in one process have one share between them, as they stop
+        and die together.
+        """
+        sessions = self._by_lock.get(session.lock) or {session.token: session}
+        reserved = self._state.memory.reserved_bytes
+        return sum(one.held_bytes + reserved(one.token) for one in sessions.values())
+
+    def is_alive(self, token: str) -> bool:
+        """Whether a session is there and its process has not ended."""
+        session = self._sessions.get(token)
+        return session is not None and not (
+            session.lock and self._is_dead(session.lock, unknown=False)
+        )
+
+    def _is_dead(self, lock: str, *, unknown: bool) -> bool:
+        """Whether a client lock is free; ``unknown`` if that cannot be told."""
+        try:
+            return client_is_dead(self._state.pool.paths.client_lock(lock))
+        except OSError as error:
+            log.warning("client lock %s cannot be looked at: %s", lock, error.strerror)
+            return unknown
 
     def _welcome(self, session: Session, version: int) -> protocol.Welcome:
         from lmcache_persist import __version__
@@ -136,6 +189,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """Forget a session and take back what it held."""
         if self._sessions.pop(session.token, None) is not None:
+            self._leave_lock(session)
             self._on_end(session)
 
     def tick(self) -> None:
@@ -148,8 +202,7 @@ class Sessions:
                     self.end(session)
                 continue
             if session.lock not in dead_locks:
-                path = self._state.pool.paths.client_lock(session.lock)
-                dead_locks[session.lock] = client_is_dead(path)
+                dead_locks[session.lock] = self._is_dead(session.lock, unknown=False)
             if dead_locks[session.lock]:
                 log.info("client %s (%s) is gone", session.label or session.token, session.kind)
                 self._state.counters.dead_clients += 1
@@ -157,3 +210,6 @@ class Sessions:
         for lock, dead in dead_locks.items():
             if dead:
                 self._state.pool.paths.client_lock(lock).unlink(missing_ok=True)
+        if now - self._swept_s >= SWEEP_EVERY_S:
+            self._swept_s = now
+            remove_dead_clients(self._state.pool.paths, spare=self._by_lock)

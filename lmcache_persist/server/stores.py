@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lmcache_persist import protocol
 from lmcache_persist.errors import (
@@ -16,12 +17,24 @@ from lmcache_persist.errors import (
 from lmcache_persist.geometry import cacheable_mask
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.server.registration import Engine, Registry
-from lmcache_persist.server.sessions import Session
+from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.allocator import slot_bytes
 from lmcache_persist.store.base import ChunkKey, chunk_key
 from lmcache_persist.store.memory import Reservation, Writeable
 from lmcache_persist.store.writer import Outcome, WriteJob
+
+MAX_FLUSHES_PER_SESSION = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flush:
+    """A flush that waits for ``seq``."""
+
+    session: str
+    seq: int
+    answer: Answer
 
 
 class Stores:
@@ -30,16 +43,24 @@ class Stores:
     Args:
         state: the server's.
         registry: for what the engines are.
+        sessions: for what their processes hold.
         on_room: called when slots may have become free.
 
     Threads: the loop.
     """
 
-    def __init__(self, state: ServerState, registry: Registry, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        registry: Registry,
+        sessions: Sessions,
+        on_room: Callable[[], None],
+    ) -> None:
         self._state = state
         self._registry = registry
+        self._sessions = sessions
         self._on_room = on_room
-        self._flushes: list[tuple[int, Answer]] = []
+        self._flushes: list[_Flush] = []
 
     def reserve(self, session: Session, message: protocol.Reserve) -> protocol.Reserved:
         """Slots for as many keys as there is room for, in order.
@@ -55,9 +76,11 @@ class Stores:
         if engine.fingerprint is None:
             return protocol.Reserved()
         known, grants, stored = cacheable_mask(engine.groups), [], []
-        for index, (chunk_hash, mask) in enumerate(zip(hashes, message.masks, strict=True)):
+        # All before the first slot is taken: a refusal grants nothing.
+        for mask in message.masks:
             if mask & ~known or not mask:
                 raise RegistrationError(f"mask {mask:#x} names groups beyond {known:#x}")
+        for index, (chunk_hash, mask) in enumerate(zip(hashes, message.masks, strict=True)):
             key = chunk_key(engine.fingerprint, ChunkHash(chunk_hash))
             members = [group for group in range(len(engine.groups)) if mask >> group & 1]
             if self._in_pool(key, message.rank, members):
@@ -98,8 +121,8 @@ class Stores:
         self, session: Session, engine: Engine, rank: int, key: ChunkKey, sizes: dict[int, int]
     ) -> Reservation | None:
         memory = self._state.memory
-        held = session.held_bytes + memory.reserved_bytes(session.token)
-        if held + sum(sizes.values()) > memory.share_bytes:
+        wanted = sum(slot_bytes(nbytes) for nbytes in sizes.values())
+        if self._sessions.held_bytes(session) + wanted > memory.share_bytes:
             return None
         return memory.reserve(
             session.token,
@@ -156,28 +179,42 @@ class Stores:
         self._answer_flushes()
         self._on_room()
 
-    def flush(self, message: protocol.Flush, answer: Answer) -> None:
-        """Answer when everything up to ``seq`` is settled, or NotYet after ``wait_ms``."""
+    def flush(self, session: Session, message: protocol.Flush, answer: Answer) -> None:
+        """Answer when everything up to ``seq`` is settled, or NotYet after ``wait_ms``.
+
+        Beyond :data:`MAX_FLUSHES_PER_SESSION` waiting ones the answer comes at once.
+        """
         seq = self._state.sequence.last if message.seq is None else message.seq
-        self._flushes.append((seq, answer))
-        self._state.timers.call_in(message.wait_ms / 1000, lambda: self._give_up(answer))
-        self._answer_flushes()
+        if seq <= self._state.sequence.durable_seq:
+            answer(self._flushed())
+            return
+        waiting = sum(flush.session == session.token for flush in self._flushes)
+        if message.wait_ms == 0 or waiting >= MAX_FLUSHES_PER_SESSION:
+            answer(protocol.NotYet())
+            return
+        flush = _Flush(session.token, seq, answer)
+        self._flushes.append(flush)
+        self._state.timers.call_in(message.wait_ms / 1000, lambda: self._give_up(flush))
+
+    def _flushed(self) -> protocol.Flushed:
+        return protocol.Flushed(dropped_chunks=self._state.counters.dropped_chunks)
 
     def _answer_flushes(self) -> None:
         durable = self._state.sequence.durable_seq
-        waiting = []
-        for seq, answer in self._flushes:
-            if seq <= durable:
-                answer(protocol.Flushed(dropped_chunks=self._state.counters.dropped_chunks))
-            else:
-                waiting.append((seq, answer))
-        self._flushes = waiting
+        settled = [flush for flush in self._flushes if flush.seq <= durable]
+        self._flushes = [flush for flush in self._flushes if flush.seq > durable]
+        for flush in settled:
+            flush.answer(self._flushed())
 
-    def _give_up(self, answer: Answer) -> None:
-        waiting = [item for item in self._flushes if item[1] is not answer]
-        if len(waiting) < len(self._flushes):
-            self._flushes = waiting
-            answer(protocol.NotYet())
+    def _give_up(self, flush: _Flush) -> None:
+        if flush in self._flushes:
+            self._flushes.remove(flush)
+            flush.answer(protocol.NotYet())
+
+    def forget_session(self, session: Session) -> None:
+        """A session ended: its reservations rest, its flushes get no answer."""
+        self._state.memory.forget_owner(session.token, time.monotonic())
+        self._flushes = [flush for flush in self._flushes if flush.session != session.token]
 
     def tick(self) -> None:
         """Time passed: partial chunks may have been dropped, rested slots are free."""

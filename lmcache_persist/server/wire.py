@@ -18,11 +18,20 @@ def binding_bytes(binding: Binding | None) -> bytes:
     return json.dumps(binding.to_json()).encode() if binding else b""
 
 
+MAX_ERROR_CHARS = 4000
+
+
+def sendable(text: str, limit: int = MAX_ERROR_CHARS) -> str:
+    """Text as it can be sent and kept: no lone surrogates (JSON may bring them), not endless."""
+    short = text if len(text) <= limit else f"{text[:limit]}..."
+    return short.encode("utf-8", "backslashreplace").decode()
+
+
 def error_reply(error: PersistError) -> protocol.ErrorReply:
     """A refusal as a message."""
     return protocol.ErrorReply(
         code=error.code,
-        message=error.message,
-        hint=error.hint or "",
+        message=sendable(error.message),
+        hint=sendable(error.hint or ""),
         fields=json.dumps(error.fields, default=str).encode(),
     )

@@ -38,6 +38,7 @@ __all__ = [
     "StoredObjects",
     "Usage",
     "WriteReport",
+    "check_replaced",
     "check_stamp",
     "chunk_hash_of",
     "chunk_key",
@@ -183,6 +184,21 @@ def check_stamp(found: Binding | None, wanted: Binding) -> None:
         )
 
 
+def check_replaced(found: Binding | None, replaces: str) -> None:
+    """Refuse to stamp over a binding that the caller does not speak of.
+
+    Raises:
+        StoreMismatch: the store has a stamp, and it is not of ``replaces``.
+    """
+    if found is not None and found.binding_id != replaces:
+        raise StoreMismatch(
+            f"the store is stamped with binding {found.binding_id[:12]}, expected"
+            f" {replaces[:12]}, which is to be replaced",
+            found=found.binding_id,
+            expected=replaces,
+        )
+
+
 class DiskTier(ABC):
     """A disk tier. See the module's text for its promises.
 
@@ -216,6 +232,22 @@ class DiskTier(ABC):
         Raises:
             StoreMismatch: there is another stamp.
             StoreIOError: the disk failed; the stamp is not written.
+        """
+
+    @abstractmethod
+    def restamp(self, binding: Binding, *, replaces: str) -> None:
+        """Stamp another binding over the present one: every stored chunk is stale at once.
+
+        Args:
+            binding: the new one.
+            replaces: id of the binding that the manifest still has. It is noted in the
+                store, so that a crash before the manifest has followed is understood.
+
+        Durable: stamp and note together, on return. Threads: writer only.
+
+        Raises:
+            StoreMismatch: the stamp is of yet another binding.
+            StoreIOError: the disk failed; the stamp is as it was.
         """
 
     @abstractmethod
@@ -276,6 +308,22 @@ class DiskTier(ABC):
 
         Raises:
             StoreIOError: the disk failed; nothing was evicted.
+        """
+
+    @abstractmethod
+    def sweep_stale(self) -> int:
+        """Remove chunks of other bindings, in one bounded transaction.
+
+        Eviction takes them first anyway: they were all used before the present binding
+        came about. This takes them before there is need for room.
+
+        Returns:
+            Objects removed; 0 if none was met this time.
+
+        Durable: the removal, on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; nothing was removed.
         """
 
     @abstractmethod

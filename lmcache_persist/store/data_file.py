@@ -13,7 +13,13 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_persist.errors import ConfigError, DiskTooSmall, StoreDamaged, StoreIOError
+from lmcache_persist.errors import (
+    ConfigError,
+    DiskTooSmall,
+    FormatTooNew,
+    StoreDamaged,
+    StoreIOError,
+)
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -34,6 +40,9 @@ _FLAG_META = 0x08
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
 _DB_PAD = struct.Struct("=I")
+_MAGIC_AND_VERSION = struct.Struct("=II")
+_NEXT_HEADER_BYTES = 24
+"""Of LMDB 1.0's pages. Source: mdb.c of 1.0, struct MDB_page with mp_txnid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +70,20 @@ def _decode_meta_page(page: bytes, number: int) -> MetaPage:
     magic, version, _, map_bytes, free_db, _, last_page, transaction = _META.unpack_from(
         page, _HEADER.size
     )
-    if magic != _MAGIC or not flags & _FLAG_META or pgno != number:
-        raise StoreDamaged(f"meta page {number} of the data file is not one of LMDB's")
-    if version != _DATA_VERSION:
-        raise StoreDamaged(
-            f"the data file has LMDB's data format {version}, expected {_DATA_VERSION}"
+    if magic != _MAGIC:
+        # The next LMDB's header is longer. Taken for damage, its store would be set aside.
+        magic, version = _MAGIC_AND_VERSION.unpack_from(page, _NEXT_HEADER_BYTES)
+        if magic != _MAGIC or version <= _DATA_VERSION:
+            raise StoreDamaged(f"meta page {number} of the data file is not one of LMDB's")
+    if version > _DATA_VERSION:
+        raise FormatTooNew(
+            f"the data file has LMDB's data format {version}, expected {_DATA_VERSION}",
+            hint="start the version of lmcache-persist that wrote it",
+            found=version,
+            expected=_DATA_VERSION,
         )
+    if version != _DATA_VERSION or not flags & _FLAG_META or pgno != number:
+        raise StoreDamaged(f"meta page {number} of the data file is not one of LMDB's")
     return MetaPage(_DB_PAD.unpack_from(free_db)[0], map_bytes, last_page, transaction)
 
 
@@ -75,6 +92,7 @@ def read_meta_page(path: Path) -> MetaPage:
 
     Raises:
         FileNotFoundError: there is no file.
+        FormatTooNew: a newer LMDB wrote it.
         StoreDamaged: one is not a meta page, or they contradict each other.
         StoreIOError: the file cannot be read.
     """
@@ -251,6 +269,37 @@ def lost_power_unsynced(directory: Path) -> bool:
     except OSError as error:
         raise StoreIOError(f"{directory / UNSYNCED_NAME}: {error.strerror}") from error
     return noted != kernel_boot_id()
+
+
+def exists(directory: Path) -> bool:
+    """Whether a store's folder holds a data file.
+
+    Raises:
+        StoreIOError: it cannot be told.
+    """
+    try:
+        (directory / DATA_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreIOError(f"{directory / DATA_NAME}: {error.strerror}") from error
+    return True
+
+
+def discard_set_aside(directory: Path) -> Path | None:
+    """Remove what :func:`set_aside` kept beside ``directory``; None if there is nothing.
+
+    Raises:
+        StoreIOError: as said.
+    """
+    target = directory.with_name(directory.name + DAMAGED_SUFFIX)
+    if not target.exists():
+        return None
+    try:
+        shutil.rmtree(target)
+    except OSError as error:
+        raise StoreIOError(f"{target} cannot be removed: {error.strerror}") from error
+    return target
 
 
 def set_aside(directory: Path) -> Path:

@@ -16,7 +16,8 @@ hits, stored_at u64 each, chunk key (64), binding id (32), number of objects u16
 reserved u16, table (rank u16, group u16, bytes u64 per object), digests (16 per extent).
 
 ``meta`` holds JSON with a checksum in front: ``store`` (format version, uuid), ``stamp`` (the whole
-binding), ``counters``, ``shutdown`` (present only after a clean one), ``mode``; and
+binding), ``rebind`` (the id of the binding that the stamp replaced, until the manifest has
+followed), ``counters``, ``shutdown`` (present only after a clean one), ``mode``; and
 ``probe``, plain bytes.
 """
 
@@ -38,6 +39,7 @@ FORMAT_VERSION = 1
 META_STORE = b"store"
 META_STAMP = b"stamp"
 META_COUNTERS = b"counters"
+META_REBIND = b"rebind"
 META_SHUTDOWN = b"shutdown"
 META_MODE = b"mode"
 META_PROBE = b"probe"

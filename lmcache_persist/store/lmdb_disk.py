@@ -29,6 +29,7 @@ from lmcache_persist.store.base import (
     Place,
     Usage,
     WriteReport,
+    check_replaced,
     check_stamp,
 )
 from lmcache_persist.store.filesystem import keeps_preallocated_space
@@ -91,7 +92,10 @@ class LmdbDisk(DiskTier):
                 directory,
             )
         self._stamp = meta.stamp
+        self._replaced = meta.replaced
         self._budget = self._reader.budget
+        # Where the next sweep goes on; None once nothing is stale.
+        self._sweep_from: bytes | None = b"" if self.usage().stale_objects else None
 
     @classmethod
     def open(
@@ -164,6 +168,36 @@ class LmdbDisk(DiskTier):
                 self._stamp = binding
                 self._reader.binding_id = binding.binding_id
             failpoints.hit("bind.after_stamp")
+
+    def restamp(self, binding: Binding, *, replaces: str) -> None:
+        """See :meth:`DiskTier.restamp`; :meth:`finish_rebind` takes the note back."""
+        with self._writer, mapping_errors("the store cannot be stamped anew"):
+            check_replaced(self._stamp, replaces)
+            with self._env.begin(write=True) as txn:
+                note = fmt.encode_meta({"replaced": replaces})
+                txn.put(fmt.META_STAMP, fmt.encode_meta(binding.to_json()), db=self._dbs.meta)
+                txn.put(fmt.META_REBIND, note, db=self._dbs.meta)
+                failpoints.hit("rebind.before_stamp")
+            self._env.sync(True)
+            failpoints.hit("rebind.after_stamp")
+            self._stamp, self._replaced = binding, replaces
+            self._reader.binding_id = binding.binding_id
+            self._sweep_from = b""
+
+    def finish_rebind(self) -> None:
+        """Forget which binding the stamp replaced: the manifest has followed.
+
+        Durable: on return. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; the note is still there, and harmless.
+        """
+        with self._writer, mapping_errors("the store cannot be changed"):
+            if self._replaced:
+                with self._env.begin(write=True) as txn:
+                    txn.delete(fmt.META_REBIND, db=self._dbs.meta)
+                self._env.sync(True)
+                self._replaced = ""
 
     @property
     def _binding_id(self) -> str:
@@ -299,18 +333,22 @@ class LmdbDisk(DiskTier):
         self._turn()
 
     def _evict_once(self, target: int, spare: Collection[ChunkKey]) -> list[ChunkKey]:
+        return self._remove_some(lambda txn, count: txn.evict(target, count, spare)) or []
+
+    def _remove_some(self, remove: Callable[[StoreTxn, int], _T]) -> _T | None:
+        """Have ``remove`` take away so many chunks; None while a slow read forbids it."""
         count = self._budget.chunks_per_eviction
         while True:
             try:
                 return self._transact(
-                    lambda txn: txn.evict(target, count, spare),  # noqa: B023 - called now
+                    lambda txn: remove(txn, count),  # noqa: B023 - called now
                     "evict.before_sync",
                     "evict.after_sync",
                 )
             except StoreFull:
                 # Only while a slow read keeps pages from being reused.
                 if count == 1 or not self._reader.older_reads_ended(_SLOW_READ_S):
-                    return []
+                    return None
                 count = max(1, count // 8)
 
     def evict(self) -> list[ChunkKey]:
@@ -319,6 +357,20 @@ class LmdbDisk(DiskTier):
             if self._live_pages() <= self._budget.high:
                 return []
             return self._evict_once(self._budget.low, ())
+
+    def sweep_stale(self) -> int:
+        """See :meth:`DiskTier.sweep_stale`."""
+        with self._writer:
+            start = self._sweep_from
+            if start is None:
+                return 0
+            swept = self._remove_some(lambda txn, count: txn.sweep_stale(start, count))
+            if swept is None:
+                return 0
+            objects, self._sweep_from = swept
+            if not self.usage().stale_objects:
+                self._sweep_from = None
+            return objects
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`DiskTier.touch`."""

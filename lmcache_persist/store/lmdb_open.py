@@ -51,12 +51,13 @@ class Databases:
 
 @dataclass(frozen=True, slots=True)
 class StoreMeta:
-    """What ``meta`` says of the store."""
+    """What ``meta`` says of the store; ``replaced`` is the binding a rebind stamped over."""
 
     uuid: str
     format_version: int
     stamp: Binding | None
     clean_shutdown: bool
+    replaced: str = ""
 
 
 def create(directory: Path, capacity_bytes: int, uuid: str | None) -> None:
@@ -217,7 +218,9 @@ def read_meta(txn: Any, dbs: Databases) -> StoreMeta:
         stamp = txn.get(fmt.META_STAMP, db=dbs.meta)
         binding = Binding.from_json(fmt.decode_meta(stamp)) if stamp is not None else None
         clean = txn.get(fmt.META_SHUTDOWN, db=dbs.meta) is not None
-        return StoreMeta(store["uuid"], version, binding, clean)
+        rebind = txn.get(fmt.META_REBIND, db=dbs.meta)
+        replaced = str(fmt.decode_meta(rebind)["replaced"]) if rebind is not None else ""
+        return StoreMeta(store["uuid"], version, binding, clean, replaced)
     except (fmt.FormatError, KeyError, TypeError) as error:
         raise StoreDamaged(f"the store's own description is damaged: {error}") from error
 

@@ -28,6 +28,7 @@ from lmcache_persist.store.base import (
 from lmcache_persist.store.extent_reader import ExtentReader
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
+from lmcache_persist.store.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class StoreReader:
         self._reads: dict[int, None] = {}  # numbers of those in progress
         self._last_read = 0
         self._closed = False
+        self._bad_records = Throttle(logger)
         self._bad: dict[ChunkKey, int | None] = {}  # serial, None: the record itself
         with mapping_errors("the store cannot be read"), env.begin(buffers=True) as txn:
             self.meta = lmdb_open.read_meta(txn, dbs)
@@ -122,7 +124,9 @@ class StoreReader:
         except fmt.FormatError as error:
             problem = str(error)
         self._found_bad(key, None)
-        logger.error("store %s: record of chunk %s is bad: %s", self.directory, key.hex(), problem)
+        self._bad_records.warning(
+            f"store {self.directory}: record of chunk {key.hex()} is bad: {problem}"
+        )
         return None
 
     def _found_bad(self, key: ChunkKey, serial: int | None) -> None:

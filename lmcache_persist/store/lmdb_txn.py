@@ -24,6 +24,9 @@ from lmcache_persist.store.objects import (
     num_extents,
 )
 
+_LOOKS_PER_SWEPT_CHUNK = 16
+"""Chunks that a sweep looks at, per chunk that it may remove."""
+
 
 class StoreTxn:
     """Changes to the store within one LMDB transaction.
@@ -180,6 +183,35 @@ class StoreTxn:
                 evicted.append(record.key)
             found = cursor.set_range(order)
         return evicted
+
+    def sweep_stale(self, start: bytes, max_chunks: int) -> tuple[int, bytes | None]:
+        """Remove chunks of other bindings, the least recently used first.
+
+        Args:
+            start: key of ``order`` to begin at, empty for the first.
+            max_chunks: where to stop; a bounded number of others is passed over, too.
+
+        Returns:
+            Objects removed, and the key to go on at; None after the last.
+        """
+        objects = chunks = 0
+        cursor = self._txn.cursor(db=self._dbs.order)
+        found = cursor.set_range(start) if start else cursor.first()
+        for _ in range(max_chunks * _LOOKS_PER_SWEPT_CHUNK):
+            if not found:
+                return objects, None
+            order, key = cursor.item()
+            if chunks == max_chunks:
+                return objects, order
+            record = self.record(ChunkKey(key))
+            if record is None or record.binding_id == self._binding_id:
+                found = cursor.set_range(order) and cursor.next()
+                continue
+            self._remove(ChunkKey(key), record)
+            self.counters.dropped += 1
+            chunks, objects = chunks + 1, objects + len(record.objects)
+            found = cursor.set_range(order)
+        return objects, cursor.key() if found else None
 
     def _total_of(self, record: ChunkRecord) -> fmt.Totals:
         key = fmt.totals_key(record.binding_id, record.key)

@@ -24,6 +24,8 @@ from lmcache_persist.store.sequence import CommitSequence
 REST_S = 1.0
 """Seconds that a dead client's reserved slot rests before it is handed out again."""
 
+MAX_DOOMED = 65536
+"""Chunks remembered because a rank got no room; of more, the parts wait their time in vain."""
 PARTIAL_S = 10.0
 """Seconds that a chunk waits for the commits of its other ranks before it is dropped."""
 
@@ -175,7 +177,7 @@ class MemoryTier:
         """Slots for the groups in ``sizes`` (group -> bytes); None if there is no room."""
         offsets = self.allocate(list(sizes.values()))
         if offsets is None:
-            if world_size > 1:
+            if world_size > 1 and len(self._doomed) < MAX_DOOMED:
                 # The other ranks' part would wait for this one in vain.
                 self._doomed[key] = now_s + PARTIAL_S
             return None

@@ -24,10 +24,15 @@ from lmcache_persist.store.base import (
     StoredObjects,
     Usage,
     WriteReport,
+    check_replaced,
     check_stamp,
     fingerprint_of,
 )
 from lmcache_persist.store.format import FORMAT_VERSION
+
+
+SWEEP_CHUNKS = 64
+"""Stale chunks that one call removes at most, as a real tier's transaction would."""
 
 
 def digests_of(content: bytes | memoryview) -> tuple[bytes, ...]:
@@ -76,6 +81,11 @@ class MemoryDisk(DiskTier):
         check_stamp(self._stamp, binding)
         self._stamp = binding
         failpoints.hit("bind.after_stamp")
+
+    def restamp(self, binding: Binding, *, replaces: str) -> None:
+        """See :meth:`DiskTier.restamp`."""
+        check_replaced(self._stamp, replaces)
+        self._stamp = binding
 
     def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
         """See :meth:`DiskTier.write`."""
@@ -212,6 +222,14 @@ class MemoryDisk(DiskTier):
                 evicted.append(key)
             failpoints.hit("evict.after_sync")
             return evicted
+
+    def sweep_stale(self) -> int:
+        """See :meth:`DiskTier.sweep_stale`."""
+        with self._lock:
+            stale = [one for one in self._records.values() if not self._is_current(one)]
+            for record in stale[:SWEEP_CHUNKS]:
+                self._remove(record.key)
+            return sum(len(record.objects) for record in stale[:SWEEP_CHUNKS])
 
     def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""

@@ -5,7 +5,8 @@ The caller holds the data dir's lock, shared: beside a writer these are not safe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
     "looks_damaged",
     "peek",
     "set_aside",
+    "structure_problem",
     "verify_pages",
 ]
 
@@ -47,6 +49,7 @@ class StorePeek:
         clean_shutdown: whether its last server closed it.
         capacity_bytes: what it was made for, or grown to.
         size_bytes: length of the data file.
+        replaced: id of the binding that a rebind stamped over, until the manifest followed.
     """
 
     uuid: str
@@ -56,6 +59,7 @@ class StorePeek:
     clean_shutdown: bool
     capacity_bytes: int
     size_bytes: int
+    replaced: str = ""
 
 
 def peek(directory: Path) -> StorePeek | None:
@@ -71,6 +75,7 @@ def peek(directory: Path) -> StorePeek | None:
         return None
     with lmdb_open.open_offline(directory) as (env, dbs), env.begin(buffers=True) as txn:
         meta = lmdb_open.read_meta(txn, dbs)
+        lmdb_open.read_counters(txn, dbs)  # without them nothing can be written
         return StorePeek(
             uuid=meta.uuid,
             format_version=meta.format_version,
@@ -79,6 +84,7 @@ def peek(directory: Path) -> StorePeek | None:
             clean_shutdown=meta.clean_shutdown,
             capacity_bytes=env.info()["map_size"],
             size_bytes=path.stat().st_size,
+            replaced=meta.replaced,
         )
 
 
@@ -116,6 +122,22 @@ def verify_pages(directory: Path) -> str | None:
     except OSError as error:
         raise StoreIOError(f"the store in {directory} cannot be read: {error}") from error
     return str(problems[0]) if problems else None
+
+
+def structure_problem(directory: Path) -> str | None:
+    """The first thing by which the store's databases disagree; None if nothing does.
+
+    Only after :func:`verify_pages`: the store is mapped. No digest is looked at, a bad
+    extent costs its chunk and no more.
+
+    Raises:
+        FileNotFoundError: there is no data file.
+        StoreDamaged, StoreIOError: it cannot be read.
+    """
+    with OfflineStore.open(directory) as store:
+        with contextlib.closing(store.check(digests=False)) as violations:
+            first = next(violations, None)
+    return None if first is None else str(first)
 
 
 class OfflineStore:
@@ -169,7 +191,7 @@ class OfflineStore:
                 if record.key == bytes(key):
                     yield record
 
-    def check(self, *, digests: bool = True) -> Iterator[Violation]:
+    def check(self, *, digests: bool = True) -> Generator[Violation, None, None]:
         """Everything that is wrong. To be exhausted or closed.
 
         Args:

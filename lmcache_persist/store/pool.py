@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 STAMP_BYTES = 16
 """Bytes of the random stamp at each extent's head of a reserved slot."""
 
+HIDDEN_S = 60.0
+"""Age in seconds from which a lock file under its hidden name was left by a killed client."""
 _POLL_S = 0.1
 
 
@@ -78,7 +80,7 @@ class Pool:
             ) from error
         try:
             paths.pool.unlink(missing_ok=True)
-            _remove_dead_clients(paths)
+            remove_dead_clients(paths)
             sweep_dead_pools(paths.pool.parent)
             paths.clients.mkdir(mode=0o700, exist_ok=True)
             file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
@@ -225,12 +227,22 @@ def _too_small(path: Path, wanted: int, found: int, word: str) -> PoolTooSmall:
     )
 
 
-def _remove_dead_clients(paths: PoolPaths) -> None:
+def remove_dead_clients(paths: PoolPaths, spare: Container[str] = ()) -> None:
+    """Remove the lock files of ended processes; what cannot be looked at stays.
+
+    Args:
+        paths: the pool's.
+        spare: tokens to leave alone.
+    """
     try:
         entries = list(os.scandir(paths.clients))
     except FileNotFoundError:
         return
     for entry in entries:
-        # A hidden file is a client about to take its lock; it retries if it is gone.
-        if client_is_dead(Path(entry.path)):
-            Path(entry.path).unlink(missing_ok=True)
+        try:
+            # A fresh hidden file is a client about to take its lock.
+            fresh = entry.name.startswith(".") and time.time() - entry.stat().st_mtime < HIDDEN_S
+            if entry.name not in spare and not fresh and client_is_dead(Path(entry.path)):
+                Path(entry.path).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("client lock %s cannot be looked at: %s", entry.path, error.strerror)

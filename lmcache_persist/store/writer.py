@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_persist.errors import StoreError
+from lmcache_persist.errors import StoreDamaged, StoreError
 from lmcache_persist.store.base import ChunkKey, ChunkWrite, DiskTier, Place
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ MAX_BATCH_BYTES = 64 << 20
 MAX_BATCH_CHUNKS = 1024
 IDLE_S = 0.5
 """Seconds between rounds when nothing is written: touches are applied, room is made."""
+SWEEP_S = 0.25
+"""Seconds of an idle round that stale chunks are removed for: no more than half of the disk."""
 LOG_EVERY_S = 30.0
 
 
@@ -56,6 +58,11 @@ class Writer:
         disk: the tier; nobody else writes to it while this lives.
         deliver: called on the writer thread with each :class:`Outcome`; must not block.
 
+    Attributes:
+        on_damage: called on the writer thread when the store's structure is found broken.
+        failures: disk actions that failed so far.
+        last_error: of the last disk action that failed, None once a write succeeded again.
+
     Threads: ``submit``, ``touch``, ``drop`` any; ``close`` one.
     """
 
@@ -67,6 +74,7 @@ class Writer:
         self._touched: list[Sequence[ChunkKey]] = []
         self._bad: list[ChunkKey] = []
         self._last_log_s = -LOG_EVERY_S
+        self.on_damage: Callable[[str], None] = lambda text: None
         self.failures = 0
         self.last_error: str | None = None
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -112,6 +120,8 @@ class Writer:
             else:
                 self._guard(self._disk.apply_touches)
             self._make_room()
+            if running and not batch:
+                self._sweep()
 
     def _gather(self) -> tuple[list[WriteJob], bool]:
         try:
@@ -149,6 +159,7 @@ class Writer:
             report = self._disk.write([ChunkWrite(job.key, job.objects) for job in batch])
             durable.update(report.written)
             evicted = report.evicted
+            self.last_error = None
             for key, reason in report.dropped:
                 self._complain(f"chunk {key.hex()[-16:]} not stored: {reason}")
 
@@ -163,6 +174,19 @@ class Writer:
                 return
             self._deliver(Outcome((), evicted))
 
+    def _sweep(self) -> None:
+        """Remove stale chunks for a while, as long as nothing waits to be written."""
+        until = time.monotonic() + SWEEP_S
+        more = True
+
+        def sweep() -> None:
+            nonlocal more
+            more = self._disk.sweep_stale() > 0
+
+        while more and self._queue.empty() and time.monotonic() < until:
+            more = False  # also if the disk fails
+            self._guard(sweep)
+
     def _guard(self, action: Callable[[], object]) -> None:
         """Run a disk action; a failing disk costs cache, never the thread."""
         try:
@@ -171,6 +195,8 @@ class Writer:
             self.failures += 1
             self.last_error = str(error)
             self._complain(f"disk tier: {error}")
+            if isinstance(error, StoreDamaged):
+                self.on_damage(error.message)
         except OSError as error:
             self.failures += 1
             self.last_error = f"{type(error).__name__}: {error}"

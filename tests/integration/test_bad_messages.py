@@ -95,6 +95,7 @@ def test_an_oversized_message_costs_its_sender_only(server: ServerProcess) -> No
 def test_http_at_the_socket_is_dropped(make_server: Callable[..., ServerProcess]) -> None:
     """A web request to the message port does not stop the loop."""
     server = make_server("--listen", "tcp://127.0.0.1:0").start()
+    assert server.url.startswith("tcp://127.0.0.1:")
     port = int(server.url.rpartition(":")[2])
     with sockets.create_connection(("127.0.0.1", port), timeout=20) as web:
         web.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 50)

@@ -58,7 +58,7 @@ def test_a_live_server_and_its_files_tell_the_same(server: ServerProcess) -> Non
 
 
 def test_a_live_server_verifies_itself(server: ServerProcess) -> None:
-    """verify asks the server, which reads its own objects; afterwards the files say the same."""
+    """Verify asks the server, which reads its own objects; afterwards the files say the same."""
     store_some(server)
     done = run_cli("verify", str(server.data_dir), "--json")
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_a_hung_server_shows_the_manifest_only(server: ServerProcess) -> None:
 
 
 def test_a_server_elsewhere_is_found_through_its_lock_file(make_server: MakeServer) -> None:
-    """inspect takes the data dir and finds a TCP endpoint by itself."""
+    """Inspect takes the data dir and finds a TCP endpoint by itself."""
     server = make_server("--listen", "tcp://127.0.0.1:0").start()
     assert server.url.startswith("tcp://")
     assert not server.url.endswith(":0")

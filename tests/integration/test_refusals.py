@@ -215,3 +215,16 @@ def test_a_lost_or_broken_store_starts_empty_under_the_same_binding(
         hashes = engine.hashes(list(range(545)))
         assert engine.store(hashes) == 1
         assert engine.lookup(hashes, 545).tokens == 544
+
+
+def test_an_endpoint_in_use_is_not_taken_over(make_server: MakeServer, root: Path) -> None:
+    """A server told to listen where another one does ends; that one still answers."""
+    first = make_server("--listen", f"ipc://{root}/shared.sock").start()
+    second = make_server("--listen", first.url, name="other")
+    code, log = second.refused()
+    assert code != 0
+    assert "another process listens" in log
+    assert negotiate(first, "544")[0] == 0
+    first.kill()
+    second.start()
+    assert negotiate(second, "640")[1]["outcome"] == "bound"

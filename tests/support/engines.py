@@ -21,6 +21,9 @@ DTYPE = "float32"
 """Of engines that are compared. In bfloat16 a near tie is decided by how a prompt is cut into
 steps: plain vLLM's own prefix cache then changes tokens too (measured: 1 of 4 prompts)."""
 
+REQUEST_TIMEOUT_S = 15.0
+"""Seconds. Tests run on machines that are busy with others; they are not about this time."""
+
 LOGPROB_TOLERANCE = 0.01
 """Source: measured, below 0.001 between splits in float32; zeroed KV is off by 0.1 to 1."""
 
@@ -46,7 +49,7 @@ class Starter:
         engine = EngineProcess(
             self._model,
             self._folder / f"engine-{next(self._numbers)}.log",
-            settings=None if server is None else {"persist.server": server.url, **(settings or {})},
+            settings=None if server is None else self._settings(server, settings or {}),
             options={"block_size": block_size, "dtype": DTYPE, **options},
             env={"PYTHONPATH": PYTHONPATH, **(IN_PROCESS if env is None else env)},
             child="support.engine_child",
@@ -64,10 +67,18 @@ class Starter:
         self._started.append(server)
         return server
 
+    @staticmethod
+    def _settings(server: ServerProcess, more: dict[str, Any]) -> dict[str, Any]:
+        return {"persist.server": server.url, "persist.request_timeout": REQUEST_TIMEOUT_S, **more}
+
     def kill_all(self) -> None:
-        """SIGKILL everything that was started and not killed yet."""
+        """SIGKILL everything that was started and lives; shows what the cache said meanwhile."""
         while self._started:
-            self._started.pop().kill()
+            one = self._started.pop()
+            one.kill()
+            for line in one.log.read_text(errors="replace").splitlines():
+                if "cache: " in line or "WARNING lmcache_persist" in line:
+                    print(f"{one.log.name}: {line}")
 
 
 def warm_up(engine: EngineProcess) -> None:

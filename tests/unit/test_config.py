@@ -230,6 +230,8 @@ def test_a_data_dir_too_long_for_a_socket_is_refused_with_the_flag_to_use() -> N
     flag, _, url = str(error.hint).partition(" ")
     assert flag == "--listen"
     assert load(data_dir=deep, listen=url).listen == url
+    one_too_long = "/" + "x" * (108 - len("//server.sock"))
+    assert str(refusal(data_dir=one_too_long).hint).startswith("--listen ipc://")
     just_fits = "/" + "x" * (107 - len("//server.sock"))
     assert len(load(data_dir=just_fits).listen) == len("ipc://") + 107
 

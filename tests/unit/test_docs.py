@@ -135,7 +135,7 @@ def test_every_setting_is_described_with_its_flag_variable_and_default() -> None
         if setting.name not in ("data_dir", "listen"):
             shown = f"`{defaults[setting.name]}`" if defaults[setting.name] else "none"
             assert f"| {shown} |" in row, setting.name
-    assert OTHER_VARIABLES <= words("configuration.md")
+    assert words("configuration.md") >= OTHER_VARIABLES
 
 
 def test_every_failpoint_is_described_and_no_other() -> None:
@@ -146,7 +146,7 @@ def test_every_failpoint_is_described_and_no_other() -> None:
 
 def test_every_metric_is_described_and_no_other() -> None:
     """docs/metrics.md lists what /metrics shows."""
-    service = SimpleNamespace(stats=lambda: Zeros())
+    service = SimpleNamespace(stats=Zeros)
     shown = {
         sample.name
         for metric in http._Collector(service).collect()  # type: ignore[arg-type]

@@ -192,6 +192,26 @@ def test_a_reader_that_goes_away_ends_a_verb_quietly() -> None:
     assert talk == b""
 
 
+def test_a_reader_that_was_never_there_ends_a_verb_quietly() -> None:
+    """A short result that is only written at the end meets the closed pipe there."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache_persist.cli", "plan", "544"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+            env=env,
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == ExitCode.BROKEN_PIPE
+    assert done.stderr == b""
+
+
 def test_a_full_disk_behind_stdout_is_an_error() -> None:
     """A result that could not be written is never reported as a success."""
     with open("/dev/full", "wb") as full:

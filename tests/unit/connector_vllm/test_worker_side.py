@@ -108,10 +108,10 @@ def job(name: bytes, *blocks: int) -> StoreJob:
 
 
 def load(*slots: int, first: int = 0, ids: tuple[int, ...] = (3, 4, 5, 6), **changes: Any) -> Any:
-    """A load of two chunks for rank 1, and one for rank 0 that is not ours."""
+    """A load of two chunks for rank 1; the slots of ranks 0 and 2 are not ours."""
     runs = tuple(
         SlotsOfRun(rank, 0, 0, OBJECT_BYTES, tuple(slot * OBJECT_BYTES for slot in part))
-        for rank, part in ((0, (7, 7)), (1, slots))
+        for rank, part in ((0, (7, 7)), (1, slots), (2, (6, 6)))
     )
     fields = {
         "request_id": "r",

@@ -1,0 +1,63 @@
+"""The manifest as files: moved aside, or removed, while nobody has it open."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from lmcache_persist.manifest.session import JOURNAL_SUFFIX, WAL_SUFFIX, mapped, sync_folder
+
+UNREADABLE_SUFFIX = ".unreadable"
+_SUFFIXES = ("", WAL_SUFFIX, "-shm", JOURNAL_SUFFIX)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that the manifest at ``path`` consists of, as far as they are there."""
+    candidates = [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
+    return [candidate for candidate in candidates if os.path.lexists(candidate)]
+
+
+def set_aside(path: Path) -> Path:
+    """Move a manifest that cannot be read out of the way, with its side files.
+
+    Nothing is overwritten: a second one gets a number. The database goes first, so that
+    what a crash in between leaves is unreadable still.
+
+    Durable: on return.
+
+    Returns:
+        Where the database, or what there is of it, is now.
+
+    Raises:
+        DataDirUnusable, ManifestError: as they say.
+    """
+    for number in itertools.count(1):
+        ending = UNREADABLE_SUFFIX + (f".{number}" if number > 1 else "")
+        target = path.with_name(path.name + ending)
+        if not files_of(target):
+            break
+    with mapped(path):
+        for file in files_of(path):
+            os.rename(file, file.with_name(target.name + file.name.removeprefix(path.name)))
+        sync_folder(path.parent)
+    return target
+
+
+def remove(path: Path) -> list[Path]:
+    """Remove the manifest at ``path`` with its side files, and all that was set aside.
+
+    Durable: on return.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        DataDirUnusable, ManifestError: as they say.
+    """
+    found = [*files_of(path), *sorted(path.parent.glob(f"{path.name}{UNREADABLE_SUFFIX}*"))]
+    with mapped(path):
+        for file in found:
+            file.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    return found

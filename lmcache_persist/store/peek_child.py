@@ -1,0 +1,126 @@
+"""The first look into a store, in a child process.
+
+LMDB trusts the tree pages it reads, and ends the process on some broken ones. A start
+looks before anything may be changed, so there is no crash log yet that would tell the next
+start; dying here would be a crash loop. A child may die: that only says that the store is
+damaged.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lmcache_persist.binding import Binding
+from lmcache_persist.errors import PersistError, StoreDamaged, StoreIOError, from_code
+from lmcache_persist.store.data_file import DATA_NAME
+from lmcache_persist.store.offline import StorePeek, peek
+
+TIMEOUT_S = 60.0
+"""Seconds that the look may take: broken pages can also make a loop."""
+
+_READ_BYTES = 1 << 16
+
+
+def peek_in_child(
+    directory: Path,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    look: Callable[[Path], StorePeek | None] = peek,
+) -> StorePeek | None:
+    """As :func:`~.offline.peek`; a store on which a process dies is damaged.
+
+    Args:
+        directory: the store's folder.
+        timeout_s: seconds after which the look is given up.
+        look: what the child does.
+
+    Threads: one, with no other in the process.
+
+    Raises:
+        FormatTooNew, StoreDamaged, StoreIOError: as :func:`~.offline.peek`.
+    """
+    if not (directory / DATA_NAME).exists():
+        return None
+    try:
+        read_fd, write_fd = os.pipe()
+        child = os.fork()
+    except OSError as error:
+        raise StoreIOError(
+            f"no process to look at the store with: {error.strerror}",
+            hint="raise the limit of processes or open files",
+        ) from error
+    if child == 0:
+        _run(directory, look, write_fd)
+    os.close(write_fd)
+    try:
+        answer, in_time = _read_all(read_fd, time.monotonic() + timeout_s)
+    finally:
+        os.close(read_fd)
+        os.kill(child, signal.SIGKILL)  # without effect on one that has ended
+        _, status = os.waitpid(child, 0)
+    if not in_time:
+        raise StoreDamaged(f"looking at it does not end within {timeout_s:g} s")
+    return _decode(answer, status)
+
+
+def _run(directory: Path, look: Callable[[Path], StorePeek | None], write_fd: int) -> NoReturn:
+    """The child: never returns, and leaves nothing behind, whatever happens."""
+    try:
+        # The parent tells what became of this process: no traceback, no core.
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            found = look(directory)
+            document: dict[str, Any] = {"found": _encode(found)}
+        except PersistError as error:
+            document = {"code": error.code, "message": error.message, "hint": error.hint}
+        data = json.dumps(document).encode()
+        while data:
+            data = data[os.write(write_fd, data) :]
+    finally:
+        os._exit(0)
+
+
+def _encode(found: StorePeek | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {**asdict(found), "stamp": found.stamp.to_json() if found.stamp else None}
+
+
+def _read_all(fd: int, deadline: float) -> tuple[bytes, bool]:
+    answer = b""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            return answer, False
+        data = os.read(fd, _READ_BYTES)
+        if not data:
+            return answer, True
+        answer += data
+
+
+def _decode(answer: bytes, status: int) -> StorePeek | None:
+    try:
+        document = json.loads(answer)
+    except ValueError:
+        ended = (
+            f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an unexpected error"
+        )
+        raise StoreDamaged(f"looking at it ends the process by {ended}") from None
+    if "code" in document:
+        raise from_code(document["code"], document["message"], hint=document["hint"])
+    found = document["found"]
+    if found is None:
+        return None
+    stamp = Binding.from_json(found["stamp"]) if found["stamp"] else None
+    return StorePeek(**{**found, "stamp": stamp})
