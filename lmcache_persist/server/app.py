@@ -237,9 +237,6 @@ class Server:
         self.loop.close()
         if self._http is not None:
             self._http.close()
-        if state.endpoint.startswith("ipc://"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(state.endpoint.removeprefix("ipc://"))
         state.readers.shutdown(wait=False, cancel_futures=True)
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
         state.clerk.shutdown(wait=True)

@@ -53,6 +53,7 @@ class Loop:
         self._handle = handle
         self._mailbox: Mailbox = state.mailbox
         self._running = True
+        self._socket_path = ""
         self._last_log_s = -LOG_EVERY_S
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -78,7 +79,9 @@ class Loop:
             raise ConfigError(
                 f"cannot listen at {endpoint}: {error.strerror}", hint="choose another --listen"
             ) from error
-        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        url = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._socket_path = url.removeprefix("ipc://") if url.startswith("ipc://") else ""
+        return url
 
     def run(self) -> None:
         """Serve until :meth:`stop`."""
@@ -104,6 +107,9 @@ class Loop:
         """Close the socket; what is unsent is dropped."""
         self._socket.close(linger=0)
         self._context.term()
+        if self._socket_path:  # ours: never somebody else's at the same path
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._socket_path)
 
     def _receive(self) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 MAX_ENGINES = 1024
 
+RECORD_AGAIN_S = 30.0
+"""Seconds after which the manifest is told again of models that it could not take."""
+
 
 @dataclass(slots=True)
 class Rank:
@@ -83,6 +86,8 @@ class Registry:
         self._binder = binder
         self._sessions = sessions
         self._engines: dict[str, Engine] = {}
+        self._unrecorded: dict[Fingerprint, Callable[[], None]] = {}
+        self._failures = Throttle(log)
 
     def all(self) -> list[Engine]:
         """The engines, for reports."""
@@ -206,8 +211,8 @@ class Registry:
         )
         state, at, fingerprint = self._state, utc_now(), engine.fingerprint
         alignment = geometry.required_alignment(engine.groups)
-        state.run(
-            state.clerk,
+        self._record(
+            fingerprint,
             lambda: state.manifest.record_model(
                 fingerprint=fingerprint,
                 name=sendable(str(engine.identity["model"])),
@@ -217,8 +222,27 @@ class Registry:
                 required_alignment=alignment,
                 at=at,
             ),
-            _log_failure,
         )
+
+    def _record(self, fingerprint: Fingerprint, record: Callable[[], None]) -> None:
+        """Tell the manifest; as long as that fails (a full disk), the engine is served anyway."""
+
+        def then(done: Future[None]) -> None:
+            error = done.exception()
+            if error is None:
+                return
+            self._failures.warning(f"model {fingerprint[:12]} is not recorded: {error}")
+            if isinstance(error, ManifestError) and len(self._unrecorded) < MAX_ENGINES:
+                if not self._unrecorded:
+                    self._state.timers.call_in(RECORD_AGAIN_S, self._record_again)
+                self._unrecorded[fingerprint] = record
+
+        self._state.run(self._state.clerk, record, then)
+
+    def _record_again(self) -> None:
+        waiting, self._unrecorded = self._unrecorded, {}
+        for fingerprint, record in waiting.items():
+            self._record(fingerprint, record)
 
     def forget_session(self, token: str) -> None:
         """A worker's session ended: its rank is gone, and the engine incomplete."""
