@@ -73,6 +73,11 @@ class DataDir:
         return self.root / "ballast"
 
     @property
+    def resetting(self) -> Path:
+        """Present while a reset is not finished: what lies beside it counts as removed."""
+        return self.root / "resetting"
+
+    @property
     def endpoint(self) -> str:
         """The default endpoint as a URL."""
         return f"ipc://{self.socket}"

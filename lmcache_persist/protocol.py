@@ -234,8 +234,11 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Welcome(_Reply, frozen=True, kw_only=True, tag="welcome"):
-    """Reply to hello. ``binding`` is the stamped form as JSON, empty if unbound."""
+class Welcome(_Reply, frozen=True, kw_only=True, tag="welcome", forbid_unknown_fields=False):
+    """Reply to hello. ``binding`` is the stamped form as JSON, empty if unbound.
+
+    Unknown fields are passed over, as in hello, so that ``proto`` decides.
+    """
 
     proto: int
     session: str
@@ -324,8 +327,11 @@ class JsonReply(_Reply, frozen=True, kw_only=True, tag="json"):
     body: bytes
 
 
-class ErrorReply(_Reply, frozen=True, kw_only=True, tag="error"):
-    """A refusal, see :mod:`lmcache_persist.errors`; ``fields`` is a JSON object."""
+class ErrorReply(_Reply, frozen=True, kw_only=True, tag="error", forbid_unknown_fields=False):
+    """A refusal, see :mod:`lmcache_persist.errors`; ``fields`` is a JSON object.
+
+    Unknown fields are passed over: a later server's refusal still has to be read.
+    """
 
     code: str
     message: str

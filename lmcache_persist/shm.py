@@ -11,15 +11,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from lmcache_persist.errors import LeaseError
+from lmcache_persist.errors import LeaseError, MalformedMessage
 
 POOL_PREFIX = "lmcache-persist-"
 DEFAULT_POOL_DIR = "/dev/shm"  # noqa: S108 - the place for POSIX shared memory
+
+_POOL_NAME = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{32}\.pool")
+_EXPECTED_PATH = f"an absolute path to a file {POOL_PREFIX}<32 hex digits>.pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,18 @@ class PoolPaths:
     def of(cls, pool_dir: str | Path, store_uuid: str) -> PoolPaths:
         """Paths for a store; one store has one name, whoever serves it."""
         return cls(Path(pool_dir) / f"{POOL_PREFIX}{store_uuid}.pool")
+
+    @classmethod
+    def said(cls, path: str) -> PoolPaths:
+        """The paths as a server says them.
+
+        Raises:
+            MalformedMessage: no absolute path, or not the name of a pool: a server has no
+                say in which files a client opens beyond that.
+        """
+        if not path.startswith("/") or "\0" in path or not _POOL_NAME.fullmatch(Path(path).name):
+            raise MalformedMessage(f"pool is at {path!r:.200}, expected {_EXPECTED_PATH}")
+        return cls(Path(path))
 
     @property
     def server_lock(self) -> Path:
@@ -96,7 +113,7 @@ class ClientLock:
     the file is opened exactly once per process and pool; a forked child takes its own.
     """
 
-    _held: dict[tuple[int, Path], ClientLock] = {}
+    _held: ClassVar[dict[tuple[int, Path], ClientLock]] = {}
     _guard = threading.Lock()
 
     def __init__(self, paths: PoolPaths) -> None:
@@ -129,3 +146,12 @@ class ClientLock:
             if lock is None:
                 lock = cls._held[key] = cls(paths)
             return lock
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """In a forked child: the parent's locks are not ours, nor is who held the guard."""
+        cls._held = {}
+        cls._guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=ClientLock._after_fork)

@@ -19,6 +19,9 @@ from lmcache_persist.cli.inspect import inspect
 from lmcache_persist.cli.negotiate import negotiate
 from lmcache_persist.cli.output import finish, write
 from lmcache_persist.cli.plan import plan
+from lmcache_persist.cli.rebind import rebind
+from lmcache_persist.cli.recover import recover
+from lmcache_persist.cli.reset import reset
 from lmcache_persist.cli.serve import serve
 from lmcache_persist.cli.verify import verify
 
@@ -38,6 +41,9 @@ app.command()(negotiate)
 app.command()(flush)
 app.command()(inspect)
 app.command()(verify)
+app.command()(rebind)
+app.command()(recover)
+app.command()(reset)
 app.command()(demo)
 
 

@@ -67,7 +67,7 @@ def plan(
             hint="for example lmcache-persist plan 544 64",
         )
     groups = groups_from_sizes(split_sizes(sizes))
-    result = plan_groups(groups, _number("base", base), _number("max-chunk-size", max_chunk_size))
+    result = plan_groups(groups, positive("base", base), positive("max-chunk-size", max_chunk_size))
     if json_output:
         write_json(
             {
@@ -84,7 +84,8 @@ def plan(
     return ExitCode.OK
 
 
-def _number(name: str, text: str) -> int:
+def positive(name: str, text: str) -> int:
+    """The value of an option that is a positive integer. Raises ``ConfigError``."""
     value = integer_or_text(text)
     if isinstance(value, str) or value < 1:
         raise ConfigError(f"--{name} is {text!r}, expected a positive integer")

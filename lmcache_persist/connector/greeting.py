@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from lmcache_persist.connector import replies
 from lmcache_persist.connector.link import Link
 from lmcache_persist.connector.options import ClientOptions
 from lmcache_persist.connector.pool_map import PoolMaps
 from lmcache_persist.connector.transport import Transport
-from lmcache_persist.errors import MalformedMessage, PersistError, Stale
+from lmcache_persist.errors import MalformedMessage, PersistError, Stale, UnsupportedVersion
 from lmcache_persist.protocol import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -68,7 +67,7 @@ class Greeting:
             if link.pool is None or self._kind not in _KINDS_WITH_LOCK:
                 greeted(link)
                 return
-            token = ClientLock.of_process(PoolPaths(Path(link.pool.path))).token
+            token = ClientLock.of_process(PoolPaths.said(link.pool.path)).token
             if self._kind in _KINDS_WITH_POOL:
                 self._pools.attach(link.boot, link.pool)
         except PersistError as error:
@@ -93,6 +92,12 @@ class Greeting:
             for name, value in (("boot", reply.boot), ("session", reply.session)):
                 if not replies.is_id(value):
                     raise MalformedMessage(f"welcome has {name} {value!r:.80}, expected an id")
+            if not MIN_PROTOCOL_VERSION <= reply.proto <= PROTOCOL_VERSION:
+                raise UnsupportedVersion(
+                    f"server {reply.version!r:.80} speaks protocol {reply.proto}, this client"
+                    f" {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
+                    hint="upgrade the older of the two",
+                )
             return Link(
                 boot=reply.boot,
                 session=reply.session,

@@ -13,12 +13,12 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from lmcache_persist.errors import LeaseError
+from lmcache_persist.errors import LeaseError, MalformedMessage
 from lmcache_persist.protocol import PoolInfo
 from lmcache_persist.shm import PoolPaths, server_is_gone
 
@@ -38,13 +38,14 @@ class PoolMap:
 
     Raises:
         LeaseError: the file is not there, not readable, or not of the size that was said.
+        MalformedMessage: what was said cannot be a pool's name.
 
     Threads: any.
     """
 
     def __init__(self, boot_id: str, info: PoolInfo) -> None:
         self.boot_id = boot_id
-        self.paths = PoolPaths(Path(info.path))
+        self.paths = PoolPaths.said(info.path)
         self.size_bytes = info.size_bytes
         self._pid = os.getpid()
         self._guard = threading.Lock()
@@ -60,6 +61,8 @@ class PoolMap:
             fd = os.open(info.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise LeaseError(f"pool {info.path} is no file", hint=hint)
                 if info.size_bytes <= 0 or status.st_size != info.size_bytes:
                     raise LeaseError(
                         f"pool {info.path} has {status.st_size} bytes, expected {info.size_bytes}",
@@ -212,11 +215,16 @@ class PoolMaps:
         """Map the pool of a server, unless it is mapped already.
 
         Raises:
-            LeaseError: as :class:`PoolMap`.
+            LeaseError, MalformedMessage: as :class:`PoolMap`, or it is not the one it was.
         """
         with self._guard:
             known = self._maps.get(boot_id)
             if known is not None and not known.closed:
+                if (str(known.paths.pool), known.size_bytes) != (info.path, info.size_bytes):
+                    raise MalformedMessage(
+                        f"pool of boot {boot_id} is {info.path!r:.200} with {info.size_bytes}"
+                        f" bytes, expected {known.paths.pool} with {known.size_bytes} as before"
+                    )
                 return known
             pool = self._maps[boot_id] = PoolMap(boot_id, info)
         if self._touch:

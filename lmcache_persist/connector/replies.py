@@ -14,7 +14,7 @@ from typing import Any
 from lmcache_persist.binding import Binding
 from lmcache_persist.connector.results import LookupResult
 from lmcache_persist.errors import MalformedMessage, PersistError, Stale, from_code
-from lmcache_persist.geometry import MAX_GROUPS
+from lmcache_persist.geometry import MAX_GROUPS, MAX_TOKENS_PER_BLOCK
 from lmcache_persist.protocol import MAX_RANKS, ErrorReply, Found, Reply, Reserved, SlotRun
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -104,8 +104,12 @@ def decode_binding(data: bytes) -> Binding | None:
             raise MalformedMessage(f"binding has {name} {value[name]!r:.80}, expected text")
     for name in _NUMBER_FIELDS:
         number = value[name]
-        if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
-            raise MalformedMessage(f"binding has {name} {number!r:.80}, expected a positive number")
+        is_int = isinstance(number, int) and not isinstance(number, bool)
+        if not is_int or not 0 < number <= MAX_TOKENS_PER_BLOCK:
+            raise MalformedMessage(
+                f"binding has {name} {number!r:.80}, expected a positive number up to"
+                f" {MAX_TOKENS_PER_BLOCK}"
+            )
     if not _DIGEST.fullmatch(binding.binding_id):
         raise MalformedMessage(f"binding has id {binding.binding_id!r:.80}, expected 64 hex digits")
     return binding

@@ -45,6 +45,8 @@ LateCall = Callable[[Reply], None]
 _MAX_RETIRED = 4
 """Wires kept to read late replies from; each belongs to one time-out."""
 _REPLIES_PER_TURN = 64
+_RECEIVE_QUEUE = 64
+"""Replies taken ahead of the I/O thread: at 4 MiB each, all the memory a server can have."""
 _MAX_SLEEP_S = 60.0
 _ENDED = (
     zmq.Event.CLOSED
@@ -83,6 +85,7 @@ class Wire:
         self.socket.ipv6 = endpoint.ipv6
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self.monitor = self.socket.get_monitor_socket(_ENDED)
         self.monitor.linger = 0
         self.socket.connect(endpoint.url)
@@ -268,7 +271,10 @@ class Transport:
         call.done(reply)
 
     def _serve_retired(self, wire: Wire) -> None:
-        while (frames := wire.receive()) is not None:
+        for _ in range(_REPLIES_PER_TURN):
+            frames = wire.receive()
+            if frames is None:
+                break
             call = wire.calls.pop(frames[0], None)
             if call is None or call.late is None or len(frames) != 2:
                 continue

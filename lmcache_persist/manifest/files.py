@@ -32,11 +32,9 @@ def set_aside(path: Path) -> Path:
     Raises:
         DataDirUnusable, ManifestError: as they say.
     """
-    for number in itertools.count(1):
-        ending = UNREADABLE_SUFFIX + (f".{number}" if number > 1 else "")
-        target = path.with_name(path.name + ending)
-        if not files_of(target):
-            break
+    names = (f".{number}" if number > 1 else "" for number in itertools.count(1))
+    targets = (path.with_name(path.name + UNREADABLE_SUFFIX + name) for name in names)
+    target = next(target for target in targets if not files_of(target))
     with mapped(path):
         for file in files_of(path):
             os.rename(file, file.with_name(target.name + file.name.removeprefix(path.name)))

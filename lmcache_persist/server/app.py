@@ -28,7 +28,7 @@ from lmcache_persist.datadir import (
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
-from lmcache_persist.server import ballast, crashes, recovery
+from lmcache_persist.server import ballast, crashes, recovery, reset
 from lmcache_persist.server.binder import fixed_candidate, settle
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _give_up_start(number: int, _: object) -> None:
+    """A stop before the server serves: unwinds what was made, the pool above all."""
+    raise SystemExit(128 + number)
+
 
 def serve(settings: Settings) -> int:
     """Serve a data dir until SIGTERM or SIGINT.
@@ -61,6 +68,8 @@ def serve(settings: Settings) -> int:
     """
     os.umask(0o077)
     _log_to_stderr(settings.log_level)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _give_up_start)
     for line in settings.describe():
         log.info("setting %s", line)
     for warning in settings.warnings():
@@ -70,6 +79,9 @@ def serve(settings: Settings) -> int:
         log.warning("%s", network)
     paths = make_data_dir(settings.data_dir, group_id=settings.group_id)
     with DataDirLock.acquire(paths.root, group_id=settings.group_id) as lock:
+        if reset.is_pending(paths):
+            log.warning("finishing a reset of %s that was interrupted", paths.root)
+            reset.finish(paths)
         crashed = crashes.crashed_last_time(paths)
         if crashed:
             log.warning("%s: the last server crashed; checking the store", paths.crash_log)
@@ -190,7 +202,7 @@ class Server:
                 from lmcache_persist.server.http import HttpServer
 
                 self._http = HttpServer(self._settings.http, self.service)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: self.loop.stop())
             sys.stdout.write(f"ready {state.endpoint}\n")
             sys.stdout.flush()
@@ -234,12 +246,14 @@ class Server:
 
     def _stop(self, *, clean: bool) -> bool:
         state, deadline = self.state, time.monotonic() + self._settings.shutdown_timeout_s
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it stops already, and that takes bounded time
         self.loop.close()
         if self._http is not None:
             self._http.close()
         state.readers.shutdown(wait=False, cancel_futures=True)
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
-        state.clerk.shutdown(wait=True)
+        state.end_clerk(max(0.1, deadline - time.monotonic()))
         if not drained:
             log.error("the disk did not take all committed chunks in time; giving them up")
             self._record_end(clean=False)

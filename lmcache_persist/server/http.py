@@ -76,7 +76,7 @@ def readiness(service: Service) -> list[str]:
     problems = []
     if not stats["writer"]["alive"]:
         problems.append("the writer thread has stopped")
-    if stats["writer"]["last_error"]:
+    if stats["writer"]["failing"]:
         problems.append(f"the disk tier fails: {stats['writer']['last_error']}")
     if not any(not engine["missing_ranks"] for engine in stats["engines"]):
         problems.append("no engine is registered")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ from lmcache_persist.store.base import CHUNK_KEY_BYTES, ChunkKey, ChunkRecord, D
 BUDGET_S = 0.3
 """Seconds of checking per message."""
 RECORDS_PER_LOOK = 64
+MAX_WAITING = 16
 
 
 class LiveCheck:
@@ -30,12 +32,37 @@ class LiveCheck:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._queue: deque[tuple[bytes, Answer]] = deque()
+        self._busy = False
 
     def verify(self, message: protocol.AdminVerify, answer: Answer) -> None:
-        """Check from the cursor on; a corrupt chunk is named, dropped and counted."""
+        """Check from the cursor on; a corrupt chunk is named, dropped and counted.
+
+        One check at a time, so that lookups always find a reader.
+
+        Raises:
+            MalformedMessage: the cursor is none.
+            StoreIOError: too many checks wait already.
+        """
+        if message.cursor and len(message.cursor) != CHUNK_KEY_BYTES:
+            raise MalformedMessage(
+                f"cursor has {len(message.cursor)} bytes, expected {CHUNK_KEY_BYTES} or none"
+            )
+        if len(self._queue) >= MAX_WAITING:
+            raise StoreIOError(f"{MAX_WAITING} checks wait already", hint="try again later")
+        self._queue.append((message.cursor, answer))
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy or not self._queue:
+            return
+        self._busy = True
+        cursor, answer = self._queue.popleft()
         state = self._state
 
         def then(done: Future[tuple[dict[str, Any], list[ChunkKey]]]) -> None:
+            self._busy = False
+            self._next()
             try:
                 document, bad = done.result()
             except PersistError as error:
@@ -49,11 +76,7 @@ class LiveCheck:
                 state.writer.drop(bad)
             answer(protocol.JsonReply(body=json.dumps(document).encode()))
 
-        if message.cursor and len(message.cursor) != CHUNK_KEY_BYTES:
-            raise MalformedMessage(
-                f"cursor has {len(message.cursor)} bytes, expected {CHUNK_KEY_BYTES} or none"
-            )
-        state.run(state.readers, lambda: check_some(state.disk, message.cursor), then)
+        state.run(state.readers, lambda: check_some(state.disk, cursor), then)
 
 
 def check_some(disk: DiskTier, cursor: bytes) -> tuple[dict[str, Any], list[ChunkKey]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +32,12 @@ from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import Usage
 from lmcache_persist.store.check import Violation
 from lmcache_persist.store.data_file import DATA_NAME
+from lmcache_persist.store.lmdb_open import StoreMeta
 
 __all__ = ["Look", "Progress", "Violation", "check", "inspect_offline", "look", "look_at_manifest"]
+
+Confirm = Callable[[Sequence[str]], None]
+"""Shown what a verb is about to throw away; raises to leave everything as it is."""
 
 _NO_STORE = Usage(
     chunks=0,
@@ -69,12 +73,15 @@ def look(data_dir: Path) -> Look:
     """As :func:`inspect_offline`, with the reason for an unavailable store."""
     paths = existing_data_dir(data_dir)
     with ReaderLock.acquire(data_dir):
+        refuse_if_resetting(paths)
         snapshot = _manifest(paths)
         try:
-            usage, clean = _usage(paths)
+            usage, meta = _usage(paths)
         except PersistError as error:
             return Look(inspect_document(snapshot, None, clean_shutdown=None), error)
-    return Look(inspect_document(snapshot, usage, clean_shutdown=clean), None)
+    clean = meta.clean_shutdown if meta else None
+    document = inspect_document(_after_rebind(snapshot, meta), usage, clean_shutdown=clean)
+    return Look(document, None)
 
 
 def look_at_manifest(data_dir: Path) -> dict[str, Any]:
@@ -106,6 +113,19 @@ def existing_data_dir(data_dir: Path) -> DataDir:
     return DataDir(data_dir)
 
 
+def refuse_if_resetting(paths: DataDir) -> None:
+    """For verbs that have nothing to look at then.
+
+    Raises:
+        DataDirUnusable: a reset was decided and is not finished.
+    """
+    if os.path.lexists(paths.resetting):
+        raise DataDirUnusable(
+            f"data dir {paths.root} is being reset, and that was interrupted",
+            hint=f"finish it with: lmcache-persist reset {paths.root}; a start does so, too",
+        )
+
+
 def _manifest(paths: DataDir) -> ManifestSnapshot:
     try:
         return read_snapshot(paths.manifest)
@@ -114,7 +134,7 @@ def _manifest(paths: DataDir) -> ManifestSnapshot:
     if _has_data_file(paths.store):
         raise ManifestUnreadable(
             f"data dir {paths.root} has a store and no manifest, expected both",
-            hint="put the manifest back; without it nobody knows how the store is bound",
+            hint=f"put the manifest back, or rebuild it with: lmcache-persist recover {paths.root}",
         )
     raise DataDirUnusable(
         f"data dir {paths.root} has neither manifest nor store, expected a server's data dir"
@@ -131,7 +151,7 @@ def _has_data_file(directory: Path) -> bool:
     return True
 
 
-def _usage(paths: DataDir) -> tuple[Usage, bool | None]:
+def _usage(paths: DataDir) -> tuple[Usage, StoreMeta | None]:
     if not _has_data_file(paths.store):
         return _NO_STORE, None
     # Mapping a broken tree can end the process: look with plain reads first.
@@ -139,7 +159,14 @@ def _usage(paths: DataDir) -> tuple[Usage, bool | None]:
     if problem:
         raise StoreDamaged(f"the store in {paths.store} is damaged: {problem}")
     with store_files.OfflineStore.open(paths.store) as store:
-        return store.usage(), store.meta.clean_shutdown
+        return store.usage(), store.meta
+
+
+def _after_rebind(snapshot: ManifestSnapshot, meta: StoreMeta | None) -> ManifestSnapshot:
+    """The manifest as the next start will have it, if a rebind was interrupted."""
+    if snapshot.binding is None or meta is None:
+        return snapshot
+    return replace(snapshot, binding=snapshot.binding.after_rebind(meta.stamp, meta.replaced))
 
 
 @dataclass(slots=True)
@@ -166,6 +193,7 @@ def check(
     root = Path(data_dir)
     paths = existing_data_dir(root)
     with ReaderLock.acquire(root):
+        refuse_if_resetting(paths)
         snapshot: ManifestSnapshot | None = None
         try:
             snapshot = _manifest(paths)
@@ -218,6 +246,7 @@ def _check_store(
     try:
         with store_files.OfflineStore.open(directory) as store:
             if snapshot is not None:
+                snapshot = _after_rebind(snapshot, store.meta)
                 yield from _check_cross_references(snapshot, store)
             for violation in store.check():
                 yield replace(violation, where=f"store {violation.where}")

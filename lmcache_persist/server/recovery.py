@@ -121,23 +121,31 @@ def look(paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool 
         snapshot = read_snapshot(paths.manifest)
     except FileNotFoundError:
         snapshot = None
+    found = look_at_store(paths, deep=deep, thorough=thorough, condemned=condemned)
+    return replace(found, snapshot=snapshot)
+
+
+def look_at_store(
+    paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool = False
+) -> Found:
+    """As :func:`look`, without the manifest."""
     if not data_file.exists(paths.store):
-        return Found(snapshot, StoreState.ABSENT)
+        return Found(None, StoreState.ABSENT)
     if condemned:
-        return Found(snapshot, StoreState.DAMAGED, "servers keep crashing on it")
+        return Found(None, StoreState.DAMAGED, "servers keep crashing on it")
     lost_power = data_file.lost_power_unsynced(paths.store)
     try:
         if (deep or thorough or lost_power) and (damage := verify_pages(paths.store)):
-            return Found(snapshot, StoreState.DAMAGED, damage)
+            return Found(None, StoreState.DAMAGED, damage)
         found = peek_in_child(paths.store)
         if thorough and (damage := structure_problem(paths.store)):
-            return Found(snapshot, StoreState.DAMAGED, damage)
+            return Found(None, StoreState.DAMAGED, damage)
     except StoreDamaged as error:
-        return Found(snapshot, StoreState.DAMAGED, error.message)
+        return Found(None, StoreState.DAMAGED, error.message)
     if found is None:
-        return Found(snapshot, StoreState.ABSENT)
+        return Found(None, StoreState.ABSENT)
     return Found(
-        snapshot,
+        None,
         StoreState.DAMAGED if lost_power else StoreState.PRESENT,
         "the machine lost power while durability was relaxed" if lost_power else "",
         uuid=found.uuid,

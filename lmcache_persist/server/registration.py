@@ -7,6 +7,7 @@ everything but their layout.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from lmcache_persist import geometry, identity, protocol
 from lmcache_persist.errors import (
     ChunkTooLarge,
     IdentityMismatch,
+    ManifestError,
     PersistError,
     RegistrationError,
     Unbound,
@@ -26,6 +28,7 @@ from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, sendable
 from lmcache_persist.store.allocator import slot_bytes
+from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -270,9 +273,3 @@ def _check_numbers(message: protocol.Register, groups: tuple[Group, ...]) -> Non
                 f"group {index} ({group.kind.value}) has objects of {nbytes} bytes, expected"
                 f" {'a positive number' if group.cacheable else '0'}"
             )
-
-
-def _log_failure(done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-        log.error("manifest: %s", error)

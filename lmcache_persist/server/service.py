@@ -145,6 +145,7 @@ class Service:
                 "alive": state.writer.alive,
                 "backlog": state.writer.backlog,
                 "failures": state.writer.failures,
+                "failing": state.writer.failing,
                 "last_error": state.writer.last_error,
             },
         }

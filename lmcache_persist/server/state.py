@@ -7,6 +7,7 @@ thread. Results come back through the mailbox.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import time
@@ -124,6 +125,16 @@ class ServerState:
         executor.submit(work).add_done_callback(
             lambda future: self.mailbox.post(lambda: then(future))
         )
+
+    def end_clerk(self, timeout_s: float) -> None:
+        """Let the clerk do what it was given, for so long; drop what it did not begin.
+
+        What it is at ends by itself: SQLite waits for a lock for a bounded time only.
+        """
+        last = self.clerk.submit(lambda: None)
+        with contextlib.suppress(TimeoutError):
+            last.result(timeout_s)
+        self.clerk.shutdown(wait=True, cancel_futures=True)
 
     @property
     def binding_id(self) -> str:

@@ -30,7 +30,6 @@ from lmcache_persist.store.base import (
 )
 from lmcache_persist.store.format import FORMAT_VERSION
 
-
 SWEEP_CHUNKS = 64
 """Stale chunks that one call removes at most, as a real tier's transaction would."""
 

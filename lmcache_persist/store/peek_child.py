@@ -113,9 +113,7 @@ def _decode(answer: bytes, status: int) -> StorePeek | None:
     try:
         document = json.loads(answer)
     except ValueError:
-        ended = (
-            f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an unexpected error"
-        )
+        ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an unexpected error"
         raise StoreDamaged(f"looking at it ends the process by {ended}") from None
     if "code" in document:
         raise from_code(document["code"], document["message"], hint=document["hint"])

@@ -144,20 +144,29 @@ def sweep_dead_pools(folder: Path) -> None:
     namespace; clients that still read from a removed pool keep their mapping.
     """
     for lock in folder.glob(f"{POOL_PREFIX}*.server.lock"):
-        paths = PoolPaths(lock.with_name(lock.name.removesuffix(".server.lock") + ".pool"))
-        try:
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone meanwhile, or another user's
-        try:
-            if try_flock(fd) and os.path.samestat(os.fstat(fd), os.stat(lock)):
-                paths.pool.unlink(missing_ok=True)
-                shutil.rmtree(paths.clients, ignore_errors=True)
-                lock.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("left-over pool %s cannot be removed: %s", paths.pool, error.strerror)
-        finally:
-            os.close(fd)
+        remove_dead_pool(
+            PoolPaths(lock.with_name(lock.name.removesuffix(".server.lock") + ".pool"))
+        )
+
+
+def remove_dead_pool(paths: PoolPaths) -> bool:
+    """Remove the pool of a server that was killed; False if there is none, or it lives."""
+    lock = paths.server_lock
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone meanwhile, or another user's
+    try:
+        if try_flock(fd) and os.path.samestat(os.fstat(fd), os.stat(lock)):
+            paths.pool.unlink(missing_ok=True)
+            shutil.rmtree(paths.clients, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            return True
+    except OSError as error:
+        log.warning("left-over pool %s cannot be removed: %s", paths.pool, error.strerror)
+    finally:
+        os.close(fd)
+    return False
 
 
 def _take_server_lock(paths: PoolPaths) -> int:
@@ -196,9 +205,11 @@ def _allocate(path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             return fd
-        except OSError as error:
+        except BaseException as error:
             path.unlink(missing_ok=True)
             os.close(fd)
+            if not isinstance(error, OSError):
+                raise  # a signal that ends the start
             if error.errno != errno.ENOSPC:
                 raise DataDirUnusable(
                     f"pool {path} cannot be allocated: {error.strerror}",

@@ -61,7 +61,8 @@ class Writer:
     Attributes:
         on_damage: called on the writer thread when the store's structure is found broken.
         failures: disk actions that failed so far.
-        last_error: of the last disk action that failed, None once a write succeeded again.
+        last_error: of the last disk action that failed.
+        failing: whether no write succeeded since then.
 
     Threads: ``submit``, ``touch``, ``drop`` any; ``close`` one.
     """
@@ -76,6 +77,7 @@ class Writer:
         self._last_log_s = -LOG_EVERY_S
         self.on_damage: Callable[[str], None] = lambda text: None
         self.failures = 0
+        self.failing = False
         self.last_error: str | None = None
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
@@ -119,7 +121,8 @@ class Writer:
                 self._write(batch)
             else:
                 self._guard(self._disk.apply_touches)
-            self._make_room()
+            if running:
+                self._make_room()
             if running and not batch:
                 self._sweep()
 
@@ -159,7 +162,7 @@ class Writer:
             report = self._disk.write([ChunkWrite(job.key, job.objects) for job in batch])
             durable.update(report.written)
             evicted = report.evicted
-            self.last_error = None
+            self.failing = False
             for key, reason in report.dropped:
                 self._complain(f"chunk {key.hex()[-16:]} not stored: {reason}")
 
@@ -193,12 +196,14 @@ class Writer:
             action()
         except StoreError as error:
             self.failures += 1
+            self.failing = True
             self.last_error = str(error)
             self._complain(f"disk tier: {error}")
             if isinstance(error, StoreDamaged):
                 self.on_damage(error.message)
         except OSError as error:
             self.failures += 1
+            self.failing = True
             self.last_error = f"{type(error).__name__}: {error}"
             self._complain(f"disk tier: {error}")
 

@@ -95,7 +95,7 @@ def test_attach_refuses_other_sizes(owner: Owner, size: int) -> None:
 
 def test_attach_follows_no_link(owner: Owner, tmp_path: Path) -> None:
     """A symbolic link in the pool's place is refused."""
-    link = tmp_path / "link.pool"
+    link = tmp_path / f"lmcache-persist-{'d' * 32}.pool"
     link.symlink_to(owner.paths.pool)
     with pytest.raises(LeaseError, match="cannot be mapped"):
         PoolMap(BOOT_A, PoolInfo(path=str(link), size_bytes=SIZE))

@@ -112,6 +112,7 @@ def test_a_lost_store_starts_empty_under_the_same_binding(state: StoreState) -> 
 
 FOREIGN = {
     "another uuid": found(binding(), uuid="b" * 32, stamp=binding(uuid="b" * 32)),
+    "another uuid, never bound": found(binding(), uuid="b" * 32),
     "another binding": found(binding(), stamp=binding(at="2026-02-02T00:00:00.000000+00:00")),
     "another size": found(binding(), stamp=binding(640)),
     "objects without a stamp": found(binding(), has_objects=True),

@@ -81,8 +81,11 @@ def test_a_leased_chunk_is_not_evicted(tier: Tier) -> None:
     entry = tier.memory.get(ChunkKey(key(1)))
     assert entry is not None
     tier.memory.lease(entry)
+    tier.memory.lease(entry)
     tier.now_s += 1e6
     tier.memory.tick(tier.now_s)
+    assert tier.memory.allocate([POOL_BYTES]) is None
+    tier.memory.unlease(entry)
     assert tier.memory.allocate([POOL_BYTES]) is None
     tier.memory.unlease(entry)
     assert tier.memory.allocate([POOL_BYTES]) == [0]

@@ -1,0 +1,46 @@
+"""``rebind``: another chunk size for a data dir; what is stored is given up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.confirm import confirmation
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.output import ending, write, write_json
+from lmcache_persist.cli.plan import positive
+from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
+
+
+@ending
+def rebind(
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    chunk_size: Annotated[str, typer.Option(metavar="N", help="Tokens of a chunk from now on.")],
+    max_chunk_size: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Refuse larger ones.")
+    ] = str(DEFAULT_MAX_CHUNK_SIZE),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Bind a data dir to another chunk size, while no server runs. Asks first.
+
+    What is stored is never found again, and removed bit by bit by the next server.
+
+    Example: lmcache-persist rebind /var/lib/kv --chunk-size 640
+    """
+    from lmcache_persist.server.rebind import rebind as carry_out
+
+    binding = carry_out(
+        Path(os.path.abspath(os.path.expanduser(data_dir))),
+        positive("chunk-size", chunk_size),
+        confirmation("rebind", yes=yes),
+        max_chunk_size=positive("max-chunk-size", max_chunk_size),
+    )
+    if json_output:
+        write_json({"binding": binding.summary()})
+    else:
+        write(f"bound to chunk size {binding.chunk_size}, binding {binding.binding_id}")
+    return ExitCode.OK

@@ -1,0 +1,35 @@
+"""``recover``: a lost manifest made anew from the store's stamp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.output import ending, plain, write, write_json
+
+
+@ending
+def recover(
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Make a manifest anew that is absent, unreadable or unbound, while no server runs.
+
+    The store's stamp holds the whole binding. A manifest that cannot be read is moved
+    aside; one that is good and says something else is refused. Nothing stored is lost.
+
+    Example: lmcache-persist recover /var/lib/kv
+    """
+    from lmcache_persist.server.recover import recover as carry_out
+
+    done = carry_out(Path(os.path.abspath(os.path.expanduser(data_dir))))
+    if json_output:
+        write_json({"done": done})
+    else:
+        for line in done:
+            write(plain(line))
+    return ExitCode.OK

@@ -1,0 +1,45 @@
+"""``reset``: throw away what a data dir holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.confirm import confirmation
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.output import ending, plain, write, write_json
+from lmcache_persist.shm import DEFAULT_POOL_DIR
+
+
+@ending
+def reset(
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    pool_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Where a killed server's pool may be left.")
+    ] = DEFAULT_POOL_DIR,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Throw away manifest and store of a data dir, while no server runs. Asks first.
+
+    What was set aside goes, too, and the pool that a killed server of this store left. The
+    next server starts unbound and empty.
+
+    Example: lmcache-persist reset /var/lib/kv
+    """
+    from lmcache_persist.server.reset import reset as carry_out
+
+    removed = carry_out(
+        Path(os.path.abspath(os.path.expanduser(data_dir))),
+        confirmation("reset", yes=yes),
+        pool_dir=Path(os.path.abspath(pool_dir)),
+    )
+    if json_output:
+        write_json({"removed": removed})
+    else:
+        for line in removed:
+            write(f"removed {plain(line)}")
+    return ExitCode.OK

@@ -1,0 +1,157 @@
+"""``reset``: throw away manifest and store of a data dir. Offline.
+
+Order of writes: pool of a dead server -> the mark that decides, made durable -> manifest
+-> store -> the mark is removed. With the mark there, all that lies beside it counts as
+removed: the next start, or reset, goes on with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from lmcache_persist import failpoints
+from lmcache_persist.datadir import DataDir, DataDirLock, fsync_folder
+from lmcache_persist.errors import DataDirUnusable, PersistError
+from lmcache_persist.manifest import files, read_snapshot
+from lmcache_persist.server.offline import Confirm, existing_data_dir
+from lmcache_persist.shm import PoolPaths
+from lmcache_persist.store import data_file
+from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
+from lmcache_persist.store.pool import remove_dead_pool
+from lmcache_persist.units import approximate_size
+
+
+def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
+    """Throw away everything that a data dir holds, readable or not.
+
+    Args:
+        data_dir: of a server that does not run.
+        confirm: called with what will be gone, before anything is changed.
+        pool_dir: where a killed server may have left its pool.
+
+    Returns:
+        What was thrown away, in words.
+
+    Durable: on return. Threads: one.
+
+    Raises:
+        DataDirLocked: a server holds the data dir.
+        DataDirUnusable: it is no data dir, or cannot be changed.
+    """
+    paths = existing_data_dir(data_dir)
+    if not _is_data_dir(paths):
+        raise DataDirUnusable(
+            f"data dir {data_dir} has neither manifest nor store, expected a server's data dir",
+            hint="nothing was removed",
+        )
+    with DataDirLock.acquire(paths.root):
+        contents, uuids = _contents(paths)
+        confirm([f"this throws away {what}" for what in contents])
+        for uuid in sorted(uuids):
+            pool = PoolPaths.of(pool_dir, uuid)
+            if remove_dead_pool(pool):
+                contents.append(f"the pool {pool.pool} that a killed server left")
+        failpoints.hit("reset.before_mark")
+        _mark(paths)
+        finish(paths)
+    return contents
+
+
+def is_pending(paths: DataDir) -> bool:
+    """Whether a reset was decided and is not finished."""
+    return os.path.lexists(paths.resetting)
+
+
+def finish(paths: DataDir) -> None:
+    """Remove what a marked data dir holds, then the mark. Repeatable.
+
+    Durable: on return. The caller holds the data dir's lock.
+
+    Raises:
+        DataDirUnusable: something cannot be removed; the mark stays.
+        PersistError: as it says; likewise.
+    """
+    failpoints.hit("reset.after_mark")
+    files.remove(paths.manifest)
+    failpoints.hit("reset.after_manifest")
+    try:
+        for folder in _store_folders(paths):
+            shutil.rmtree(folder)
+        for file in paths.root.glob("crash*.log"):
+            file.unlink(missing_ok=True)
+        fsync_folder(paths.root)
+        failpoints.hit("reset.after_store")
+        paths.resetting.unlink(missing_ok=True)
+        fsync_folder(paths.root)
+    except OSError as error:
+        raise _cannot(paths, error) from error
+
+
+def _mark(paths: DataDir) -> None:
+    try:
+        os.close(os.open(paths.resetting, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fsync_folder(paths.root)
+    except OSError as error:
+        raise _cannot(paths, error) from error
+
+
+def _cannot(paths: DataDir, error: OSError) -> DataDirUnusable:
+    return DataDirUnusable(
+        f"data dir {paths.root} cannot be reset: {error.strerror or error}",
+        hint="mend that, then reset it again",
+    )
+
+
+def _store_folders(paths: DataDir) -> list[Path]:
+    aside = paths.store.with_name(paths.store.name + data_file.DAMAGED_SUFFIX)
+    return [folder for folder in (paths.store, aside) if folder.is_dir()]
+
+
+def _is_data_dir(paths: DataDir) -> bool:
+    return (
+        is_pending(paths)
+        or bool(files.files_of(paths.manifest))
+        or data_file.exists(paths.store)
+        or paths.lock.exists()
+    )
+
+
+def _contents(paths: DataDir) -> tuple[list[str], set[str]]:
+    """What is there, for people, and the uuids of stores that are spoken of."""
+    lines, uuids = [], set[str]()
+    if files.files_of(paths.manifest):
+        text, uuid = _manifest(paths)
+        lines.append(text)
+        uuids.add(uuid)
+    for folder in _store_folders(paths):
+        text, uuid = _store(folder)
+        lines.append(text)
+        uuids.add(uuid)
+    return lines or ["nothing: manifest and store are absent"], uuids - {""}
+
+
+def _manifest(paths: DataDir) -> tuple[str, str]:
+    try:
+        found = read_snapshot(paths.manifest)
+    except PersistError as error:
+        return f"the manifest, which is not readable: {error.message}", ""
+    if found.binding is None:
+        return "the manifest, which is unbound", ""
+    return (
+        f"the manifest: bound to chunk size {found.binding.chunk_size} since"
+        f" {found.binding.bound_at}, {len(found.models)} models"
+    ), found.binding.store_uuid
+
+
+def _store(folder: Path) -> tuple[str, str]:
+    with contextlib.suppress(PersistError, FileNotFoundError):
+        if not (looks_damaged(folder) or verify_pages(folder)):
+            with OfflineStore.open(folder) as store:
+                usage = store.usage()
+                objects = usage.objects + usage.stale_objects
+                nbytes = approximate_size(usage.bytes + usage.stale_bytes)
+                return f"{folder}: {objects} objects, {nbytes}", store.meta.uuid
+    return f"{folder}, which is not readable", ""

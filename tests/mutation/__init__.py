@@ -1,0 +1,1 @@
+"""Mutations that the tests must turn red."""

@@ -1,0 +1,95 @@
+"""``make mutate``: break the code in each listed way and see a named test go red.
+
+The proof that the tests can fail. Each mutation replaces one piece of text, which must be
+there exactly once, in a copy of the checkout, and runs the tests named beside it. Those
+must fail as tests do (pytest's status 1): an error in collecting them proves nothing.
+
+python -m mutation [NAME ...]   (from tests/)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mutation.catalog import MUTATIONS, Mutation
+
+PROJECT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+
+
+def copy_checkout(target: Path) -> None:
+    """The checkout's files as they are now, what git ignores left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        source = PROJECT / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def run_tests(checkout: Path, tests: tuple[str, ...]) -> int:
+    """pytest's exit status on a checkout."""
+    paths = [str(checkout), str(checkout / "tests")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=checkout,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        print(done.stdout[-3000:], done.stderr[-3000:])
+    return done.returncode
+
+
+def try_one(mutation: Mutation, checkout: Path) -> str:
+    """What became of a mutation: ``red``, or why not."""
+    path = checkout / mutation.file
+    original = path.read_text()
+    if original.count(mutation.old) != 1:
+        return f"text is there {original.count(mutation.old)} times, expected once"
+    path.write_text(original.replace(mutation.old, mutation.new))
+    try:
+        status = run_tests(checkout, mutation.tests)
+    finally:
+        path.write_text(original)
+    return {0: "SURVIVED", 1: "red"}.get(status, f"pytest ended with {status}")
+
+
+def main(names: list[str]) -> int:
+    """Try all mutations, or the named ones; 1 if any was not turned red."""
+    chosen = [m for m in MUTATIONS if not names or m.name in names]
+    unknown = set(names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        print(f"unknown: {', '.join(sorted(unknown))}")
+        return 2
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="lp-mutate-") as folder:
+        checkout = Path(folder)
+        copy_checkout(checkout)
+        for mutation in chosen:
+            begin = time.monotonic()
+            outcome = try_one(mutation, checkout)
+            survivors += outcome != "red"
+            print(f"{outcome:10} {mutation.name} ({time.monotonic() - begin:.0f} s)", flush=True)
+    print(f"{len(chosen) - survivors} passed, {survivors} failed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""The mutations: what is broken, and which tests must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One way to break the code.
+
+    Attributes:
+        name: short, for the command line.
+        file: in the checkout.
+        old: text that is there exactly once.
+        new: what it becomes.
+        tests: pytest ids, at least one of which must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+ROUND_TRIP = "tests/integration/test_round_trip.py::"
+MEMORY = "tests/unit/store/test_memory.py::"
+
+MUTATIONS = (
+    Mutation(
+        "lcm-to-max",
+        "lmcache_persist/geometry.py",
+        "return math.lcm(*(group.tokens_per_block for group in groups if group.cacheable))",
+        "return max(group.tokens_per_block for group in groups if group.cacheable)",
+        ("tests/unit/test_geometry.py",),
+    ),
+    Mutation(
+        "round-down",
+        "lmcache_persist/geometry.py",
+        "return -(-value // multiple) * multiple",
+        "return max(1, value // multiple) * multiple",
+        ("tests/unit/test_geometry.py",),
+    ),
+    Mutation(
+        "no-token-left-to-compute",
+        "lmcache_persist/geometry.py",
+        "limit = min(len(present), max(0, num_tokens - 1) // chunk_size)",
+        "limit = min(len(present), max(0, num_tokens) // chunk_size)",
+        ("tests/unit/test_geometry.py", "tests/property/test_geometry.py"),
+    ),
+    Mutation(
+        "window-one-short",
+        "lmcache_persist/geometry.py",
+        "first_token = max(0, prefix_tokens - group.window + 1)",
+        "first_token = max(0, prefix_tokens - group.window + 2)",
+        ("tests/unit/test_geometry.py", "tests/property/test_geometry.py"),
+    ),
+    Mutation(
+        "hash-without-parent",
+        "lmcache_persist/hashing.py",
+        'hasher = blake3(parent + struct.pack("<I", len(extra)) + extra)',
+        'hasher = blake3(struct.pack("<I", len(extra)) + extra)',
+        ("tests/unit/test_hashing.py",),
+    ),
+    Mutation(
+        "hash-without-extra",
+        "lmcache_persist/hashing.py",
+        'hasher = blake3(parent + struct.pack("<I", len(extra)) + extra)',
+        'hasher = blake3(parent + struct.pack("<I", 0))',
+        ("tests/unit/test_hashing.py",),
+    ),
+    Mutation(
+        "fingerprint-without-layouts",
+        "lmcache_persist/identity.py",
+        '"layouts": list(layouts),',
+        '"layouts": [],',
+        ("tests/unit/test_identity.py",),
+    ),
+    Mutation(
+        "bind-without-compare",
+        "lmcache_persist/manifest/binding.py",
+        "if holding is not None:",
+        "if False:",
+        ("tests/unit/manifest/test_race.py", "tests/unit/manifest/test_manifest.py"),
+    ),
+    Mutation(
+        "unwritten-slots-pass",
+        "lmcache_persist/store/memory.py",
+        "if self.pool.still_stamped(slot.offset, slot.nbytes, reservation.stamps[group]):",
+        "if False:",
+        (MEMORY + "test_an_unwritten_slot_is_refused_at_any_extent",),
+    ),
+    Mutation(
+        "only-the-first-extent-is-stamped",
+        "lmcache_persist/store/pool.py",
+        "if self._whole[head : head + width] == stamp[:width]:",
+        "if head == offset and self._whole[head : head + width] == stamp[:width]:",
+        (MEMORY + "test_an_unwritten_slot_is_refused_at_any_extent",),
+    ),
+    Mutation(
+        "leases-do-not-hold",
+        "lmcache_persist/store/memory.py",
+        "        if entry.leases:\n            return\n",
+        "",
+        (MEMORY + "test_a_leased_chunk_is_not_evicted", ROUND_TRIP + "test_one_token_is_left_to_compute"),
+    ),
+    Mutation(
+        "dead-slots-do-not-rest",
+        "lmcache_persist/store/memory.py",
+        "self._resting.append((now_s + REST_S, slot.offset))",
+        "self._resting.append((now_s, slot.offset))",
+        (MEMORY + "test_a_dead_owners_slots_rest_before_they_are_used_again",),
+    ),
+    Mutation(
+        "reservations-are-anybodys",
+        "lmcache_persist/store/memory.py",
+        "if reservation is None or reservation.owner != owner:",
+        "if reservation is None:",
+        (MEMORY + "test_reservations_are_their_owners_and_used_once",),
+    ),
+    Mutation(
+        "one-rank-is-enough",
+        "lmcache_persist/store/memory.py",
+        "for group, count in counts.items() if count == self.world_size)",
+        "for group, count in counts.items() if count)",
+        (MEMORY + "test_a_chunk_waits_for_all_its_ranks",),
+    ),
+    Mutation(
+        "seq-settled-at-commit",
+        "lmcache_persist/store/memory.py",
+        "            self.sequence.add(seq)\n",
+        "            self.sequence.add(seq)\n            self.sequence.settle(seq)\n"
+        "            entry.seqs.clear()\n",
+        (MEMORY + "test_a_committed_chunk_is_visible_and_pinned_until_written",),
+    ),
+    Mutation(
+        "stale-messages-pass",
+        "lmcache_persist/server/sessions.py",
+        "if message.boot != self._state.boot_id or session is None:",
+        "if session is None:",
+        (ROUND_TRIP + "test_a_message_of_another_boot_is_stale",),
+    ),
+    Mutation(
+        "foreign-store-starts",
+        "lmcache_persist/server/recovery.py",
+        "if found.uuid != binding.store_uuid:",
+        "if False:",
+        ("tests/unit/server/test_recovery.py",),
+    ),
+    Mutation(
+        "fixed-size-ignored",
+        "lmcache_persist/server/recovery.py",
+        "if settings.chunk_size is not None and settings.chunk_size != binding.chunk_size:",
+        "if False:",
+        ("tests/unit/server/test_recovery.py",),
+    ),
+)
