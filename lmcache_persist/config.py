@@ -204,7 +204,7 @@ class Settings:
     Attributes:
         data_dir: absolute.
         chunk_size: tokens, or None for auto.
-        chunk_size_from: always None in this version.
+        chunk_size_from: endpoint of the server whose size is taken, or None.
         base_chunk_size: tokens.
         max_chunk_size: tokens.
         capacity_bytes: of the disk tier's file.
@@ -318,10 +318,16 @@ class Settings:
         ]
 
     def _check_chunk_sizes(self) -> None:
-        if self.chunk_size_from is not None:
+        if self.chunk_size_from is not None and self.chunk_size is not None:
             raise ConfigError(
-                "chunk_size_from is not served by this version, expected chunk_size",
-                hint="negotiate with --chunk-size auto, or give the other server's number",
+                f"chunk_size is {self.chunk_size} and chunk_size_from is {self.chunk_size_from},"
+                " expected one of them",
+                hint="leave out the one that is not meant",
+            )
+        if self.chunk_size_from == self.listen:
+            raise ConfigError(
+                f"chunk_size_from is {self.listen}, this server's own endpoint, expected another",
+                hint="give the endpoint of the server that is to decide",
             )
         for name, value in (
             ("base_chunk_size", self.base_chunk_size),

@@ -117,6 +117,65 @@ class StoreSuite:
         usage = tier.usage()
         assert (usage.objects, usage.stale_objects, usage.bytes) == (1, 1, 5000)
 
+    def test_a_new_stamp_makes_everything_stale(self, tier: DiskTier) -> None:
+        """Stamped anew, a tier finds nothing of before, and keeps it until it is swept."""
+        tier.write([chunk(number, {Place(0, 0): 3000, Place(0, 1): 3000}) for number in range(5)])
+        tier.restamp(binding(1280), replaces=binding().binding_id)
+        assert tier.stamp() == binding(1280)
+        assert found(tier, [key(number) for number in range(5)]) == [False] * 5
+        assert tier.scan(b"", 10) == []
+        usage = tier.usage()
+        assert (usage.objects, usage.stale_objects, usage.stale_bytes) == (0, 10, 30_000)
+        tier.write([chunk(1, 5000)])
+        assert_reads_back(tier, [chunk(1, 5000)])
+        assert tier.usage().stale_objects == 8
+
+    def test_a_stamp_of_another_binding_is_not_replaced(self, tier: DiskTier) -> None:
+        """Who does not name the binding that is there does not replace it."""
+        with pytest.raises(StoreMismatch):
+            tier.restamp(binding(1280), replaces=binding(320).binding_id)
+        assert tier.stamp() == binding()
+
+    def test_sweeping_takes_the_stale_ones_only(self, tier: DiskTier) -> None:
+        """Swept bit by bit, nothing stale stays, and nothing else goes."""
+        old = [chunk(number, 3000) for number in range(300)]
+        tier.write(old)
+        tier.restamp(binding(1280), replaces=binding().binding_id)
+        new = [chunk(number, 2000) for number in range(280, 320)]
+        tier.write(new[:20])
+        left = tier.usage().stale_objects
+        assert left == 280
+        swept = tier.sweep_stale()
+        assert 0 < swept < left
+        assert tier.usage().stale_objects == left - swept
+        tier.write(new[20:])
+        while swept:
+            swept = tier.sweep_stale()
+        assert (tier.usage().stale_objects, tier.usage().objects) == (0, 40)
+        assert_reads_back(tier, new)
+        assert tier.sweep_stale() == 0
+
+    def test_without_stale_ones_there_is_nothing_to_sweep(self, tier: DiskTier) -> None:
+        """A sweep of good chunks removes none."""
+        tier.write([chunk(1), chunk(2)])
+        assert tier.sweep_stale() == 0
+        assert_reads_back(tier, [chunk(1), chunk(2)])
+
+    def test_stale_ones_are_evicted_first(self, tier: DiskTier) -> None:
+        """When room is needed, all that is stale goes before anything that is not."""
+        for start in range(0, 40, 10):
+            tier.write([chunk(number, MIB) for number in range(start, start + 10)])
+        stale = tier.usage().stale_objects + tier.usage().objects
+        tier.restamp(binding(1280), replaces=binding().binding_id)
+        written = 0
+        while tier.usage().stale_objects:
+            report = tier.write([chunk(100 + written, MIB)])
+            assert report.written, report
+            written += 1
+            if tier.usage().stale_objects:
+                assert all(found(tier, [key(100 + number) for number in range(written)]))
+        assert 1 < written <= stale + 10
+
     def test_tail_of_a_batch_goes_first(self, tier: DiskTier) -> None:
         """What is evicted of one prompt are its last chunks."""
         prompt = [chunk(number, MIB) for number in range(40)]

@@ -21,7 +21,7 @@ def serve(
         Text, typer.Option(metavar="auto|N", help="Tokens of a chunk. [default: auto]")
     ] = None,
     chunk_size_from: Annotated[
-        Text, typer.Option(metavar="URL", help="Not served by this version.")
+        Text, typer.Option(metavar="URL", help="Take a running server's.")
     ] = None,
     base_chunk_size: Annotated[
         Text, typer.Option(metavar="TOKENS", help="Wished for in auto mode. [default: 256]")

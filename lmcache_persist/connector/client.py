@@ -25,7 +25,7 @@ from lmcache_persist.connector.results import Change
 from lmcache_persist.connector.session import Session
 from lmcache_persist.connector.waiting import WaitingCalls
 from lmcache_persist.endpoint import parse_endpoint
-from lmcache_persist.errors import PersistError
+from lmcache_persist.errors import PersistError, Unbound, UnexpectedChunkSize
 from lmcache_persist.protocol import (
     Commit,
     Committed,
@@ -118,6 +118,29 @@ class CacheClient(WaitingCalls):
     def last_seq(self) -> int:
         """The highest sequence number that a commit of this client got; 0 for none."""
         return self._last_seq
+
+    def check_agrees(self, other: CacheClient) -> None:
+        """Refuse two servers that cut and hash prompts at other boundaries.
+
+        Raises:
+            UnexpectedChunkSize: names both.
+            Unbound: one of them is not bound, or was never heard.
+        """
+        found = [(client.endpoint, client.binding) for client in (self, other)]
+        for endpoint, binding in found:
+            if binding is None:
+                raise Unbound(f"server {endpoint} is not bound, expected one that is")
+        said = [
+            f"server {endpoint} is bound to chunk size {binding.chunk_size} (boundary"
+            f" {binding.boundary_id[:12]})"
+            for endpoint, binding in found
+            if binding is not None
+        ]
+        if len({binding.boundary_id for _, binding in found if binding is not None}) > 1:
+            raise UnexpectedChunkSize(
+                f"{' and '.join(said)}, expected the same",
+                hint="start one of them with --chunk-size-from the other, on an unbound data dir",
+            )
 
     def on_change(self, callback: Callable[[Change], None]) -> None:
         """Have ``callback`` called after each connection; now too, if there is one already.

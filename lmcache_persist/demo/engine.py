@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -30,6 +31,9 @@ _SMALL_MACHINE = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+_SEGMENT = re.compile(r"(/dev/shm/(?:psm_|vllm_|sem\.mp-)\S+)$", re.MULTILINE)
 
 
 class EngineFailed(PersistError):
@@ -127,18 +131,37 @@ class EngineProcess:
         return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL the engine's whole process group and wait for its leader."""
+        """SIGKILL the engine's whole process group and wait for its leader.
+
+        What vLLM would have removed from /dev/shm, had it ended by itself, goes too.
+        """
+        left_over = self._shared_memory()
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # The leader was reaped and nobody of its group is left.
         self._process.wait(timeout=30)
+        for path in left_over:
+            path.unlink(missing_ok=True)
         if self._process.stdin is not None and not self._process.stdin.closed:
             try:
                 self._process.stdin.close()
             except BrokenPipeError:
                 pass  # What was not sent dies with the engine.
         self._answers.close()
+
+    def _shared_memory(self) -> set[Path]:
+        """Segments of vLLM and of multiprocessing that processes of the group have mapped."""
+        found: set[Path] = set()
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit() or os.getpgid(int(entry.name)) != self._process.pid:
+                    continue
+                maps = (entry / "maps").read_text()
+            except OSError:
+                continue  # It ended meanwhile.
+            found.update(Path(path) for path in _SEGMENT.findall(maps))
+        return found
 
     def wait_ended(self, timeout_s: float) -> int:
         """Exit status of an engine that ends by itself; ``TimeoutExpired`` if it does not."""

@@ -66,8 +66,8 @@ def unreadable(path: Path, found: str) -> ManifestUnreadable:
     """The refusal for a manifest that is there and makes no sense."""
     return ManifestUnreadable(
         f"manifest {path} cannot be read: {found}",
-        hint="restore the file from a copy; the store beside it is unchanged and keeps"
-        " a stamp of its binding",
+        hint="restore the file from a copy, or rebuild it from the stamp that the store keeps"
+        f" with: lmcache-persist recover {path.parent}",
         path=str(path),
     )
 

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from lmcache_persist import __version__
+from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
 from lmcache_persist.datadir import (
     DataDir,
@@ -28,8 +29,8 @@ from lmcache_persist.datadir import (
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
-from lmcache_persist.server import ballast, crashes, recovery, reset
-from lmcache_persist.server.binder import fixed_candidate, settle
+from lmcache_persist.server import ballast, converge, crashes, recovery, reset
+from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.service import Service
@@ -44,6 +45,7 @@ from lmcache_persist.store.writer import Outcome, Writer
 
 if TYPE_CHECKING:
     from lmcache_persist.server.http import HttpServer
+    from lmcache_persist.server.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -96,15 +98,40 @@ def serve(settings: Settings) -> int:
         boot = Holder.of_process(
             boot_id=secrets.token_hex(16), endpoint=settings.listen, started_at=utc_now()
         )
-        ballast.give_up_if_full(paths)
-        lock.announce(boot)
-        crash_log = crashes.watch(paths, anew=decision.set_aside)
-        try:
-            with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
-                ballast.take(paths)
-                return _serve_data_dir(settings, paths, lock, boot, manifest, decision, crash_log)
-        finally:
-            crashes.unwatch(crash_log)
+        with contextlib.ExitStack() as stack:
+            first = _first_server(settings, boot, decision.binding, stack)
+            ballast.give_up_if_full(paths)
+            lock.announce(boot)
+            crash_log = crashes.watch(paths, anew=decision.set_aside)
+            stack.callback(crashes.unwatch, crash_log)
+            manifest = stack.enter_context(contextlib.closing(Manifest.open(paths.manifest)))
+            ballast.take(paths)
+            return _serve_data_dir(
+                settings, paths, lock, boot, manifest, decision, crash_log, first
+            )
+
+
+def _first_server(
+    settings: Settings, boot: Holder, binding: Binding | None, stack: contextlib.ExitStack
+) -> Upstream | None:
+    """The server that ``--chunk-size-from`` names, asked for a bounded time.
+
+    Raises:
+        BindingMismatch: it is bound to other boundaries than this data dir.
+    """
+    if settings.chunk_size_from is None:
+        return None
+    # A client's libraries are loaded by those only who are one.
+    from lmcache_persist.server.upstream import Upstream
+
+    label = f"server of {settings.data_dir}"
+    first = Upstream(settings.chunk_size_from, label, boot.boot_id)
+    stack.callback(first.close)
+    seen = first.wait(converge.START_WAIT_S)
+    if seen is None:
+        log.warning("server %s gives no answer; this one starts without", first.url)
+    converge.check_agrees(first, seen, binding)
+    return first
 
 
 def _serve_data_dir(
@@ -115,6 +142,7 @@ def _serve_data_dir(
     manifest: Manifest,
     decision: recovery.Decision,
     crash_log: TextIO,
+    first: Upstream | None,
 ) -> int:
     disk = recovery.carry_out(decision, paths, settings, manifest)
     try:
@@ -131,15 +159,18 @@ def _serve_data_dir(
     try:
         # Last of all, so that a start that is refused for want of room binds nothing.
         binding = decision.binding
-        if binding is None and settings.chunk_size is not None:
-            binding = settle(manifest, disk, fixed_candidate(settings, disk))
-            log.info("bound to chunk size %d by --chunk-size", binding.chunk_size)
+        if binding is None:
+            candidate = start_candidate(settings, disk, first)
+            if candidate is not None:
+                binding = settle(manifest, disk, candidate)
+                log.info("bound to chunk size %d by %s", binding.chunk_size, binding.winner)
     except BaseException:
         disk.close()
         pool.close(remove=True)
         raise
     server = Server(settings, paths, lock, boot, manifest, disk, pool)
     server.state.binding = binding
+    server.service.converge(first)
     server.state.writer.on_damage = lambda text: crashes.note_damage(crash_log, text)
     return server.run()
 
@@ -251,6 +282,8 @@ class Server:
         self.loop.close()
         if self._http is not None:
             self._http.close()
+        if state.upstream is not None:
+            state.upstream.close()
         state.readers.shutdown(wait=False, cancel_futures=True)
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
         state.end_clerk(max(0.1, deadline - time.monotonic()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from lmcache_persist import geometry, protocol
 from lmcache_persist.binding import MODE_AUTO, MODE_FIXED, Binding
@@ -26,28 +27,50 @@ from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, binding_bytes, sendable
 from lmcache_persist.store.base import DiskTier
 
+if TYPE_CHECKING:
+    from lmcache_persist.server.upstream import Passed, Upstream
+
 log = logging.getLogger(__name__)
 
 MAX_RECORDING = 64
 """Refusals on their way into the manifest; more at once are only counted and logged."""
 
 
-def fixed_candidate(settings: Settings, disk: DiskTier) -> Binding:
-    """The binding that ``--chunk-size N`` asks for.
+def start_candidate(settings: Settings, disk: DiskTier, first: Upstream | None) -> Binding | None:
+    """The binding that a start asks for, None to wait for an engine.
+
+    Args:
+        settings: for ``--chunk-size N``.
+        disk: to be bound.
+        first: the server whose size is taken, asked before.
 
     Raises:
-        AlignmentTooLarge: N is above the maximum.
+        AlignmentTooLarge: the size is above the maximum.
     """
-    size = settings.chunk_size
-    if size is None:
-        raise ValueError("settings have no fixed chunk size")
+    if settings.chunk_size is not None:
+        return _fixed(settings, disk, settings.chunk_size, "--chunk-size")
+    if first is not None and first.seen is not None and first.seen.chunk_size is not None:
+        return adopted_candidate(settings, disk, first.seen.chunk_size)
+    return None
+
+
+def adopted_candidate(settings: Settings, disk: DiskTier, size: int) -> Binding:
+    """The binding to a size that ``--chunk-size-from URL`` found: fixed from elsewhere.
+
+    Raises:
+        AlignmentTooLarge: it is above the maximum.
+    """
+    return _fixed(settings, disk, size, f"--chunk-size-from {settings.chunk_size_from}")
+
+
+def _fixed(settings: Settings, disk: DiskTier, size: int, source: str) -> Binding:
     geometry.check_base_chunk_size(size)
     if size > settings.max_chunk_size:
         raise AlignmentTooLarge(
-            f"--chunk-size is {size}, above the maximum of {settings.max_chunk_size}",
+            f"{source} is {size}, above the maximum of {settings.max_chunk_size}",
             hint="choose a smaller one, or raise --max-chunk-size",
         )
-    return _candidate(disk, size, size, size, MODE_FIXED, "--chunk-size")
+    return _candidate(disk, size, size, size, MODE_FIXED, source)
 
 
 def _candidate(
@@ -97,6 +120,9 @@ class Binder:
             if state.binding is not None:
                 answer(self._judge(state.binding, groups))
                 return
+            if state.upstream is not None:
+                self._pass_on(state.upstream, message, groups, answer)
+                return
             plan = geometry.plan(groups, base, state.settings.max_chunk_size)
         except (GeometryError, BindingError) as error:
             self._refuse(error, message.who, answer)
@@ -128,26 +154,9 @@ class Binder:
         message: protocol.Bind,
         answer: Answer,
     ) -> None:
-        try:
-            binding = done.result()
-        except PersistError as error:
-            log.error("bind failed: %s", error)
-            answer(error)
+        binding = self._settled(done, answer)
+        if binding is None:
             return
-        except OSError as error:
-            log.error("bind failed: %s", error)
-            answer(StoreIOError(f"bind failed: {error}", hint="mend the disk, then try again"))
-            return
-        if self._state.binding is None:
-            self._state.binding = binding
-            log.info(
-                "bound to chunk size %d (alignment %d, base %d, mode %s) by %s",
-                binding.chunk_size,
-                binding.required_alignment,
-                binding.base_chunk_size,
-                binding.mode,
-                binding.winner or "a client",
-            )
         if binding == candidate:
             for warning in warnings:
                 log.warning("%s", warning)
@@ -161,6 +170,105 @@ class Binder:
             answer(self._judge(binding, groups))
         except (GeometryError, BindingError) as error:
             self._refuse(error, message.who, answer)
+
+    def _settled(self, done: Future[Binding], answer: Answer) -> Binding | None:
+        """The binding that holds now; None, and answered, if the disk failed."""
+        try:
+            binding = done.result()
+        except PersistError as error:
+            log.error("bind failed: %s", error)
+            answer(error)
+            return None
+        except OSError as error:
+            log.error("bind failed: %s", error)
+            answer(StoreIOError(f"bind failed: {error}", hint="mend the disk, then try again"))
+            return None
+        if self._state.binding is None:
+            self._state.binding = binding
+            log.info(
+                "bound to chunk size %d (alignment %d, base %d, mode %s) by %s",
+                binding.chunk_size,
+                binding.required_alignment,
+                binding.base_chunk_size,
+                binding.mode,
+                binding.winner or "a client",
+            )
+        return binding
+
+    # -- --chunk-size-from ---------------------------------------------------------------
+
+    def adopt(self, chunk_size: int) -> None:
+        """Bind to the first server's size; who asks later is judged by it.
+
+        Raises:
+            AlignmentTooLarge: it is above this server's maximum.
+        """
+        state = self._state
+        candidate = adopted_candidate(state.settings, state.disk, chunk_size)
+        state.run(
+            state.clerk,
+            lambda: settle(state.manifest, state.disk, candidate),
+            self._adopted,
+        )
+
+    def _adopted(self, done: Future[Binding]) -> None:
+        self._settled(done, lambda reply: None)
+
+    def _pass_on(
+        self, upstream: Upstream, message: protocol.Bind, groups: list[Group], answer: Answer
+    ) -> None:
+        self._state.run(
+            upstream.executor,
+            lambda: upstream.pass_on(message),
+            lambda done: self._passed(done, message, groups, answer),
+        )
+
+    def _passed(
+        self, done: Future[Passed], message: protocol.Bind, groups: list[Group], answer: Answer
+    ) -> None:
+        if done.cancelled():
+            return  # this server stops
+        state = self._state
+        try:
+            passed = done.result()
+            candidate = adopted_candidate(state.settings, state.disk, passed.chunk_size)
+        except (GeometryError, BindingError) as error:
+            self._refuse(error, message.who, answer)
+            return
+        except PersistError as error:
+            answer(error)
+            return
+        if message.dry_run:
+            self._answer_passed(state.binding or candidate, passed, message, groups, answer)
+            return
+
+        def settled(done: Future[Binding]) -> None:
+            binding = self._settled(done, answer)
+            if binding is not None:
+                self._answer_passed(binding, passed, message, groups, answer)
+
+        state.run(state.clerk, lambda: settle(state.manifest, state.disk, candidate), settled)
+
+    def _answer_passed(
+        self,
+        binding: Binding,
+        passed: Passed,
+        message: protocol.Bind,
+        groups: list[Group],
+        answer: Answer,
+    ) -> None:
+        try:
+            geometry.check_compatible(binding.chunk_size, groups)
+        except (GeometryError, BindingError) as error:
+            self._refuse(error, message.who, answer)
+            return
+        answer(
+            protocol.BindReply(
+                outcome=passed.outcome,
+                binding=binding_bytes(binding),
+                warnings=list(passed.warnings),
+            )
+        )
 
     def _judge(self, binding: Binding, groups: list[Group]) -> protocol.BindReply:
         geometry.check_compatible(binding.chunk_size, groups)

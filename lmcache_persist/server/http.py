@@ -78,6 +78,8 @@ def readiness(service: Service) -> list[str]:
         problems.append("the writer thread has stopped")
     if stats["writer"]["failing"]:
         problems.append(f"the disk tier fails: {stats['writer']['last_error']}")
+    if stats["chunk_size_from"] and stats["chunk_size_from"]["agrees"] is False:
+        problems.append(stats["chunk_size_from"]["trouble"])
     if not any(not engine["missing_ranks"] for engine in stats["engines"]):
         problems.append("no engine is registered")
     return problems

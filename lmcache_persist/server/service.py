@@ -6,12 +6,13 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_persist import protocol
 from lmcache_persist.errors import PersistError, StoreIOError
 from lmcache_persist.manifest import SCHEMA_VERSION, ManifestSnapshot
 from lmcache_persist.server.binder import Binder
+from lmcache_persist.server.converge import Converger
 from lmcache_persist.server.live_check import LiveCheck
 from lmcache_persist.server.lookups import Lookups
 from lmcache_persist.server.registration import Registry
@@ -21,6 +22,9 @@ from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.stores import Stores
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.writer import Outcome
+
+if TYPE_CHECKING:
+    from lmcache_persist.server.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class Service:
         self.lookups = Lookups(state, self.registry, self.sessions)
         self._stores = Stores(state, self.registry, self.sessions, self.lookups.retry_waiting)
         self._check = LiveCheck(state)
+        self._converger: Converger | None = None
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
             protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
             protocol.Register: self.registry.register,
@@ -80,6 +85,12 @@ class Service:
             self._handlers[type(message)](session, message, answer)
         except PersistError as error:
             answer(error)
+
+    def converge(self, first: Upstream | None) -> None:
+        """Pass binds on to the first server while unbound, and compare with it from then on."""
+        self._state.upstream = first
+        if first is not None:
+            self._converger = Converger(self._state, first, self._binder.adopt)
 
     def written(self, outcome: Outcome) -> None:
         """The writer finished a batch."""
@@ -119,6 +130,8 @@ class Service:
             "endpoint": state.endpoint,
             "started_at": state.started_at,
             "chunk_size": state.binding.chunk_size if state.binding else None,
+            "boundary_id": state.binding.boundary_id if state.binding else None,
+            "chunk_size_from": self._converger.stats() if self._converger else None,
             "counters": {name: getattr(state.counters, name) for name in state.counters.__slots__},
             "committed_seq": state.sequence.last,
             "durable_seq": state.sequence.durable_seq,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
@@ -26,6 +26,9 @@ from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
 from lmcache_persist.store.writer import Writer
+
+if TYPE_CHECKING:
+    from lmcache_persist.server.upstream import Upstream
 
 T = TypeVar("T")
 
@@ -106,6 +109,7 @@ class ServerState:
     binding: Binding | None
     endpoint: str
     started_at: str
+    upstream: Upstream | None = None
     counters: Counters = field(default_factory=Counters)
     timers: Timers = field(default_factory=Timers)
     clerk: ThreadPoolExecutor = field(

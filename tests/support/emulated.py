@@ -13,6 +13,7 @@ from typing import Any, Self
 from blake3 import blake3
 
 from lmcache_persist.connector import CacheClient, ClientOptions, Registration
+from lmcache_persist.connector.pool_map import PoolMap
 from lmcache_persist.connector.results import LookupResult
 from lmcache_persist.geometry import Group, cacheable_mask, groups_from_sizes
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
@@ -154,6 +155,10 @@ class EmulatedEngine:
         pool = self.client.pool(result.boot_id)
         if pool is None:
             raise RuntimeError("no pool is attached")
+        self.check_in(pool, hashes, result)
+
+    def check_in(self, pool: PoolMap, hashes: Sequence[bytes], result: LookupResult) -> None:
+        """As :meth:`check`, in a pool that was mapped before."""
         for run in result.runs:
             for step, offset in enumerate(run.offsets):
                 wanted = pattern(

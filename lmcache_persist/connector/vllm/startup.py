@@ -72,6 +72,10 @@ def _bind(
         with contextlib.suppress(PersistError):
             client.bind(groups, base=base, who=who, timeout_s=REMEMBER_TIMEOUT_S)
         raise
+    if settings.expect_chunk_size is not None:
+        # An unbound server would be bound before its size turned out to be another one.
+        asked = client.bind(groups, base=base, who=who, dry_run=True, timeout_s=BIND_TIMEOUT_S)
+        check_expected(settings, asked.binding.chunk_size)
     outcome = client.bind(groups, base=base, who=who, timeout_s=BIND_TIMEOUT_S)
     check_expected(settings, outcome.binding.chunk_size)
     for warning in outcome.warnings:

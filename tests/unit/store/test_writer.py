@@ -10,6 +10,8 @@ from lmcache_persist.errors import StoreIOError
 from lmcache_persist.store.base import ChunkKey, ChunkWrite, Place, WriteReport
 from lmcache_persist.store.memory_disk import MemoryDisk
 from lmcache_persist.store.writer import Outcome, WriteJob, Writer
+from store_support import binding, chunk
+from support.waiting import wait_until
 
 TIMEOUT_S = 20.0
 
@@ -112,3 +114,29 @@ def test_bad_chunks_are_dropped_and_touches_applied() -> None:
     assert first is None
     assert second is not None
     assert second.hits == 1
+
+
+def test_an_idle_writer_sweeps_what_is_stale() -> None:
+    """Nothing asks for it: while there is nothing to write, stale chunks are removed."""
+    disk = MemoryDisk()
+    disk.write_stamp(binding())
+    disk.write([chunk(number, 1000) for number in range(300)])
+    disk.restamp(binding(1280), replaces=binding().binding_id)
+    writer = Writer(disk, lambda outcome: None)
+    wait_until(lambda: disk.usage().stale_objects == 0, "all stale chunks are removed")
+    assert writer.close(TIMEOUT_S)
+
+
+def test_a_sweep_that_fails_costs_nothing_else() -> None:
+    """A disk that fails while it sweeps is counted, and the writer goes on."""
+
+    class Failing(MemoryDisk):
+        def sweep_stale(self) -> int:
+            raise StoreIOError("disk is on strike")
+
+    outcomes = queue.SimpleQueue[Outcome]()
+    writer = Writer(Failing(), outcomes.put)
+    wait_until(lambda: writer.failures > 0, "the sweep failed")
+    writer.submit(job(1))
+    assert collect(outcomes, 1) == {1: True}
+    assert writer.close(TIMEOUT_S)
