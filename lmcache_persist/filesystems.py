@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ def file_system_of(path: Path) -> FileSystem | None:
     Source: proc(5), ``/proc/self/mountinfo``.
     """
     real = path.resolve()
-    while not real.exists() and real != real.parent:
+    # os.path: what may not be looked at is not there, and its parent tells.
+    while not os.path.exists(real) and real != real.parent:
         real = real.parent
     try:
         lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()

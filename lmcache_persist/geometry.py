@@ -9,6 +9,7 @@ of their least common multiple, the *required alignment*.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -295,21 +296,62 @@ def chunks_needed(group: Group, prefix_tokens: int, chunk_size: int) -> ChunkRan
     return ChunkRange(min(first_token // chunk_size, end), end)
 
 
+def most_chunks(
+    groups: Sequence[Group],
+    chunk_size: int,
+    costs: Sequence[int],
+    room: int,
+    candidates: range,
+) -> int:
+    """The most chunks, of ``candidates``, whose restoration takes no more than ``room``.
+
+    Args:
+        groups: the geometry.
+        chunk_size: tokens.
+        costs: of one object of each group, over all ranks.
+        room: what there is, in the same unit.
+        candidates: numbers of chunks, ascending; those below its start cost nothing.
+
+    Returns:
+        One of the candidates, or the number before the first if none fits.
+    """
+    held = candidates.start
+
+    # Of a window or a state a long prefix takes no more than a short one, so that this
+    # never falls.
+    def cost(chunks: int) -> int:
+        needed = [chunks_needed(group, chunks * chunk_size, chunk_size) for group in groups]
+        return sum(
+            max(0, part.end - max(part.first, held)) * each
+            for part, each in zip(needed, costs, strict=True)
+        )
+
+    return held + bisect_right(candidates, room, key=cost) - 1
+
+
 def cacheable_mask(groups: Sequence[Group]) -> int:
     """Bit mask of the groups that take part; bit i is group i."""
     return sum(1 << index for index, group in enumerate(groups) if group.cacheable)
 
 
-def always_present_mask(groups: Sequence[Group]) -> int:
-    """Bit mask of the groups of which every complete chunk has an object.
+def object_blocks(group: Group, chunk_size: int) -> int:
+    """How many blocks, the last ones of a chunk, the chunk's object of a group holds.
 
-    Recurrent groups have one only where the engine kept a state.
+    All of them for full attention, and for a window that reaches beyond a chunk. Of a
+    smaller window no prefix ever needs the blocks before it, which the engine may have
+    dropped when the chunk is complete. Of a recurrent group the state at the chunk's end.
+
+    Args:
+        group: a cacheable one.
+        chunk_size: tokens, a multiple of the group's.
     """
-    return sum(
-        1 << index
-        for index, group in enumerate(groups)
-        if group.cacheable and group.kind is not GroupKind.RECURRENT
-    )
+    blocks = chunk_size // group.tokens_per_block
+    if group.kind is GroupKind.RECURRENT:
+        return 1
+    if group.kind is GroupKind.SLIDING:
+        window_blocks = round_up(group.window - 1, group.tokens_per_block)
+        return max(1, min(blocks, window_blocks // group.tokens_per_block))
+    return blocks
 
 
 def restorable_prefix(

@@ -8,6 +8,7 @@ give flat logits, and a test on those cannot fail.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1000
 """Tokens of a tiny model's vocabulary."""
@@ -33,7 +34,6 @@ def make_llama(directory: Path, *, seed: int = 0, layers: int = 4) -> Path:
     Returns:
         ``directory``.
     """
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -52,9 +52,98 @@ def make_llama(directory: Path, *, seed: int = 0, layers: int = 4) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
+    return _save(LlamaForCausalLM, config, directory, seed)
+
+
+def make_hybrid(directory: Path, *, seed: int = 0) -> Path:
+    """Write a Qwen3-Next of four layers: three of linear attention, one of full attention.
+
+    With prefix caching and bfloat16 its groups are three recurrent ones and a full one of
+    640 tokens a block: a size that nobody would have typed in.
+
+    Args:
+        directory: as for :func:`make_llama`.
+        seed: of the weights.
+
+    Returns:
+        ``directory``.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_key_head_dim=128,
+        linear_num_value_heads=4,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        max_position_embeddings=MAX_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _save(Qwen3NextForCausalLM, config, directory, seed)
+
+
+def make_gemma(directory: Path, *, seed: int = 0) -> Path:
+    """Write a Gemma 3 of five layers with a window of 512 tokens and one of full attention.
+
+    Args:
+        directory: as for :func:`make_llama`.
+        seed: of the weights.
+
+    Returns:
+        ``directory``.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=512,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        max_position_embeddings=MAX_TOKENS,
+        initializer_range=INITIALIZER_RANGE,
+        # Tied ones make it echo its last token, whatever is in its KV.
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _save(Gemma3ForCausalLM, config, directory, seed, head_std=0.3)
+
+
+def _save(
+    kind: Any, config: Any, directory: Path, seed: int, *, head_std: float | None = None
+) -> Path:
+    """Random weights of ``seed``; ``head_std`` makes the output layer's logits differ more."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = kind(config)
+        if head_std is not None:
+            torch.nn.init.normal_(model.lm_head.weight, std=head_std)
+        model = model.to(torch.bfloat16)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return directory

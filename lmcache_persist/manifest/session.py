@@ -15,7 +15,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
@@ -210,10 +210,9 @@ class Database:
         # Outside of any transaction, which neither of these pragmas may be in.
         connection = self._writer.raw_connection()
         try:
-            cursor = connection.cursor()
-            cursor.execute(f"PRAGMA {text}")
-            row = cursor.fetchone()
-            cursor.close()
+            with closing(connection.cursor()) as cursor:
+                cursor.execute(f"PRAGMA {text}")
+                row = cursor.fetchone()
         finally:
             connection.close()
         return None if row is None else row[0]

@@ -23,6 +23,7 @@ from lmcache_persist.server.registration import Engine, Registry
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.allocator import slot_bytes
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, chunk_key
 from lmcache_persist.store.memory import Entry, Slot
 from lmcache_persist.store.throttle import Throttle
@@ -194,7 +195,7 @@ class Lookups:
 
     def _mask_in_pool(self, key: ChunkKey) -> int:
         entry = self._state.memory.get(key)
-        return entry.mask() if entry is not None and entry.visible else 0
+        return entry.mask() if entry is not None else 0
 
     def _found(
         self, lookup: Lookup, keys: Sequence[ChunkKey], records: Sequence[ChunkRecord | None]
@@ -216,10 +217,11 @@ class Lookups:
             return
         size, groups = binding.chunk_size, lookup.engine.groups
         lookup.present = [self._mask(lookup, key) for key in lookup.keys]
-        chunk_bytes = max(1, lookup.engine.chunk_pool_bytes)
-        share = self._state.memory.share_bytes - self._sessions.held_bytes(session)
-        room = min(max(0, share) // chunk_bytes, _chunks_per_message(lookup.engine))
-        limit = lookup.held_chunks + room
+        room_bytes = self._state.memory.share_bytes - self._sessions.held_bytes(session)
+        limit = min(
+            self._most_chunks(lookup, room_bytes),
+            lookup.held_chunks + _chunks_per_message(lookup.engine),
+        )
         prefix = geometry.restorable_prefix(
             groups, size, lookup.num_tokens, lookup.present, max_chunks=limit
         )
@@ -272,6 +274,19 @@ class Lookups:
                     places.extend(Place(rank, index) for rank in range(lookup.engine.world_size))
         return needs
 
+    def _most_chunks(self, lookup: Lookup, room_bytes: int) -> int:
+        """The longest prefix, in chunks, whose objects take no more of the pool than that."""
+        binding, engine = self._state.binding, lookup.engine
+        sizes = zip(*(rank.object_bytes for rank in engine.ranks.values()), strict=True)
+        costs = [sum(map(slot_bytes, of_a_group)) for of_a_group in sizes]
+        return geometry.most_chunks(
+            engine.groups,
+            binding.chunk_size if binding else 1,
+            costs,
+            room_bytes,
+            range(lookup.held_chunks, len(lookup.keys) + 1),
+        )
+
     def _hold(self, lookup: Lookup, prefix: int) -> bool:
         """Lease the chunks of a prefix and allocate what is not in the pool; all or nothing."""
         memory, engine = self._state.memory, lookup.engine
@@ -298,7 +313,6 @@ class Lookups:
             entry = memory.loading(
                 key,
                 engine.world_size,
-                engine.base_mask,
                 self._mask_on_disk(lookup, key),
                 time.monotonic(),
             )

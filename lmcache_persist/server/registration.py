@@ -54,7 +54,6 @@ class Engine:
 
     Attributes:
         fingerprint: empty until all ranks are there.
-        base_mask: groups that every complete chunk has.
     """
 
     name: str
@@ -63,19 +62,11 @@ class Engine:
     groups: tuple[Group, ...]
     ranks: dict[int, Rank] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
-    base_mask: int = 0
 
     @property
     def missing_ranks(self) -> list[int]:
         """Ranks that have not registered."""
         return [rank for rank in range(self.world_size) if rank not in self.ranks]
-
-    @property
-    def chunk_pool_bytes(self) -> int:
-        """Pool bytes of one chunk over the groups and ranks known so far."""
-        return sum(
-            slot_bytes(nbytes) for rank in self.ranks.values() for nbytes in rank.object_bytes
-        )
 
 
 class Registry:
@@ -176,13 +167,7 @@ class Registry:
                 )
         elif len(self._engines) >= MAX_ENGINES:
             raise RegistrationError(f"there are {MAX_ENGINES} engines already")
-        return Engine(
-            message.engine,
-            message.world_size,
-            claimed,
-            groups,
-            base_mask=geometry.always_present_mask(groups) or geometry.cacheable_mask(groups),
-        )
+        return Engine(message.engine, message.world_size, claimed, groups)
 
     def _check_size(self, engine: Engine, ranks: dict[int, Rank]) -> None:
         known = sum(slot_bytes(n) for rank in ranks.values() for n in rank.object_bytes)

@@ -130,7 +130,6 @@ class Stores:
             rank,
             sizes,
             engine.world_size,
-            engine.base_mask,
             time.monotonic(),
         )
 
@@ -158,7 +157,7 @@ class Stores:
             for place, slot in ready.entry.slots.items()
             if ready.mask >> place.group & 1
         }
-        state.writer.submit(WriteJob(ready.entry.key, objects, ready.entry))
+        state.writer.submit(WriteJob(ready.entry.key, objects, ready))
 
     def give_back(self, session: Session, message: protocol.GiveBack) -> None:
         """End reservations that are not used."""

@@ -20,6 +20,12 @@ DAMAGED: tuple[type[lmdb.Error], ...] = (
     lmdb.IncompatibleError,
     lmdb.BadChecksumError,
     lmdb.ProblemError,
+    # Of transactions, handles and keys as we use them: only broken pages bring these.
+    lmdb.BadTxnError,
+    lmdb.BadDbiError,
+    lmdb.BadValsizeError,
+    lmdb.KeyExistsError,
+    lmdb.NotFoundError,
 )
 """The store's own structure is broken, or no store of ours."""
 
@@ -36,12 +42,7 @@ IO: tuple[type[lmdb.Error], ...] = (
     lmdb.DbsFullError,
     lmdb.MapResizedError,
     lmdb.BadRslotError,
-    lmdb.BadTxnError,
-    lmdb.BadDbiError,
-    lmdb.BadValsizeError,
     lmdb.InvalidParameterError,
-    lmdb.KeyExistsError,
-    lmdb.NotFoundError,
     lmdb.CryptoFailError,
     lmdb.EnvEncryptionError,
 )

@@ -150,8 +150,12 @@ def open_environment(directory: Path, capacity_bytes: int, *, sync: bool) -> lmd
             max_readers=MAX_READERS,
             lib_version=0,
         )
-        # LMDB makes the lock file with the mode less the umask.
-        (directory / LOCK_NAME).chmod(FILE_MODE)
+        try:
+            # LMDB makes the lock file with the mode less the umask.
+            (directory / LOCK_NAME).chmod(FILE_MODE)
+        except OSError:
+            env.close()
+            raise
         return env
 
 

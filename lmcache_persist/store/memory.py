@@ -2,7 +2,9 @@
 
 An object's life here: *reserved* (a client writes into its slot) -> *committed* (the client
 said so, every extent's stamp is gone) -> handed to the writer once every rank committed
--> clean, evictable when nobody leases it. Objects read from disk enter as *loading*.
+the same group -> clean, evictable when nobody leases it. Objects read from disk enter as
+*loading*. The groups of a chunk may come one after the other, a recurrent state in a later
+step than the rest: each is written when it is complete, and the disk tier merges them.
 
 A reserved slot goes to nobody else until it is given back or its client is dead, and then
 rests a second: a dying process may still have a copy in flight.
@@ -46,18 +48,16 @@ class Entry:
     Attributes:
         key: the chunk.
         world_size: ranks that a group needs to be complete.
-        base_mask: groups that have to be there before the chunk is visible.
+        since_s: monotonic time of the commit that left a group incomplete.
         slots: by place.
         queued: groups that the disk has, or that the writer was given.
         leases: lookups that hold it.
         pins: writes and loads that use its slots.
-        seqs: commits that wait for it.
-        since_s: monotonic time of its first commit.
+        seqs: commits that wait for other ranks.
     """
 
     key: ChunkKey
     world_size: int
-    base_mask: int
     since_s: float
     slots: dict[Place, Slot] = field(default_factory=dict)
     queued: int = 0
@@ -66,17 +66,20 @@ class Entry:
     seqs: list[int] = field(default_factory=list)
 
     def mask(self) -> int:
-        """Bit mask of the groups whose object is here for every rank."""
+        """Bit mask of the groups whose object is here for every rank: what lookups may use."""
+        return sum(1 << group for group, count in self._ready().items() if count == self.world_size)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a group waits for the objects of other ranks."""
+        return any(count < self.world_size for count in self._ready().values())
+
+    def _ready(self) -> dict[int, int]:
         counts: dict[int, int] = {}
         for place, slot in self.slots.items():
             if slot.ready:
                 counts[place.group] = counts.get(place.group, 0) + 1
-        return sum(1 << group for group, count in counts.items() if count == self.world_size)
-
-    @property
-    def visible(self) -> bool:
-        """Whether lookups may count on it: every rank committed every base group."""
-        return self.mask() & self.base_mask == self.base_mask
+        return counts
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +96,6 @@ class Reservation:
     key: ChunkKey
     rank: int
     world_size: int
-    base_mask: int
     slots: Mapping[int, Slot]
     stamps: Mapping[int, bytes]
 
@@ -105,10 +107,17 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Writeable:
-    """A chunk that is ready for the disk: all ranks of the groups in ``mask``."""
+    """What of a chunk is ready for the disk: all ranks of the groups in ``mask``.
+
+    Attributes:
+        entry: the chunk, pinned until :meth:`MemoryTier.written`.
+        mask: bit i set: group i.
+        seqs: commits that are settled by this write, and by no earlier one.
+    """
 
     entry: Entry
     mask: int
+    seqs: tuple[int, ...]
 
 
 class MemoryTier:
@@ -171,7 +180,6 @@ class MemoryTier:
         rank: int,
         sizes: Mapping[int, int],
         world_size: int,
-        base_mask: int,
         now_s: float,
     ) -> Reservation | None:
         """Slots for the groups in ``sizes`` (group -> bytes); None if there is no room."""
@@ -186,9 +194,7 @@ class MemoryTier:
             for (group, nbytes), offset in zip(sizes.items(), offsets, strict=True)
         }
         stamps = {group: self.pool.stamp(slot.offset, slot.nbytes) for group, slot in slots.items()}
-        reservation = Reservation(
-            next(self._numbers), owner, key, rank, world_size, base_mask, slots, stamps
-        )
+        reservation = Reservation(next(self._numbers), owner, key, rank, world_size, slots, stamps)
         self._reservations[reservation.number] = reservation
         self._reserved_bytes[owner] = self.reserved_bytes(owner) + reservation.nbytes
         return reservation
@@ -197,7 +203,7 @@ class MemoryTier:
         """Take over a written reservation as part of commit ``seq``.
 
         Returns:
-            What is to be written to disk now, if this was the last part.
+            What is to be written to disk now, if this completed a group.
 
         Raises:
             LeaseError: not this owner's reservation.
@@ -211,8 +217,9 @@ class MemoryTier:
         key = reservation.key
         entry = self._entries.get(key)
         if entry is None:
-            entry = Entry(key, reservation.world_size, reservation.base_mask, now_s)
-            self._entries[key] = entry
+            entry = self._entries[key] = Entry(key, reservation.world_size, now_s)
+        elif not entry.incomplete:
+            entry.since_s = now_s
         for group, slot in reservation.slots.items():
             place = Place(reservation.rank, group)
             if place in entry.slots:
@@ -221,23 +228,27 @@ class MemoryTier:
                 continue
             slot.ready = True
             entry.slots[place] = slot
-        if key in self._doomed and not (entry.visible or entry.pins or entry.leases):
-            self.drop(entry)
+        if key in self._doomed and entry.incomplete and not (entry.pins or entry.leases):
+            self._drop_incomplete(entry)
+            self.sequence.add(seq)
+            self.sequence.settle(seq)
             return None
         return self._queue(entry, seq)
 
     def _queue(self, entry: Entry, seq: int) -> Writeable | None:
-        mask = entry.mask()
-        fresh = mask & ~entry.queued if mask & entry.base_mask == entry.base_mask else 0
-        if fresh or not entry.visible:
+        fresh = entry.mask() & ~entry.queued
+        if fresh or entry.incomplete:
             entry.seqs.append(seq)
             self.sequence.add(seq)
+            self._evictable.pop(entry.key, None)
         if not fresh:
             self._settle(entry)
             return None
         entry.queued |= fresh
         self.pin(entry)
-        return Writeable(entry, fresh)
+        # They go with this write: an earlier one that is still under way must not settle them.
+        seqs, entry.seqs = tuple(entry.seqs), []
+        return Writeable(entry, fresh, seqs)
 
     def give_back(self, owner: str, number: int) -> None:
         """End a reservation without a commit; an unknown one is fine."""
@@ -259,12 +270,21 @@ class MemoryTier:
             del self._doomed[key]
         for entry in self._partials():
             if now_s - entry.since_s > PARTIAL_S:
-                self.drop(entry)
+                self._drop_incomplete(entry)
 
     def _partials(self) -> Iterator[Entry]:
         # Only entries with open commits can be partial, and those are never evictable.
         held = [e for k, e in self._entries.items() if k not in self._evictable]
-        return (e for e in held if e.seqs and not e.pins and not e.leases and not e.visible)
+        return (e for e in held if e.seqs and not e.pins and not e.leases and e.incomplete)
+
+    def _drop_incomplete(self, entry: Entry) -> None:
+        """Give up groups whose other ranks do not come; what is complete stays."""
+        complete = entry.mask()
+        for place in [place for place in entry.slots if not complete >> place.group & 1]:
+            self.allocator.free(entry.slots.pop(place).offset)
+        self.dropped += 1
+        self._settle_seqs(entry)
+        self._settle(entry)
 
     def _take(self, owner: str, number: int) -> Reservation:
         reservation = self._reservations.get(number)
@@ -301,13 +321,11 @@ class MemoryTier:
         self.evictions += 1
         return True
 
-    def loading(
-        self, key: ChunkKey, world_size: int, base_mask: int, on_disk: int, now_s: float
-    ) -> Entry:
+    def loading(self, key: ChunkKey, world_size: int, on_disk: int, now_s: float) -> Entry:
         """The entry to load a chunk's objects into, made if there is none; not settled yet."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(key, world_size, base_mask, now_s)
+            entry = self._entries[key] = Entry(key, world_size, now_s)
         entry.queued |= on_disk
         return entry
 
@@ -331,12 +349,13 @@ class MemoryTier:
         entry.pins -= 1
         self._settle(entry)
 
-    def written(self, entry: Entry, *, durable: bool) -> None:
-        """The writer is done with the entry; its commits are settled either way."""
+    def written(self, ready: Writeable, *, durable: bool) -> None:
+        """The writer is done with it; its commits are settled either way."""
         if not durable:
             self.dropped += 1
-        self._settle_seqs(entry)
-        self.unpin(entry)
+        for seq in ready.seqs:
+            self.sequence.settle(seq)
+        self.unpin(ready.entry)
 
     def load_failed(self, entry: Entry, places: Iterable[Place]) -> None:
         """Take back slots whose objects could not be read."""
@@ -375,7 +394,7 @@ class MemoryTier:
         """Put an entry where it belongs now that something let go of it."""
         if entry.pins:
             return
-        if entry.seqs and entry.visible and not entry.mask() & ~entry.queued:
+        if entry.seqs and not entry.incomplete:
             # Its other ranks' objects came from the disk, which so has all of it.
             self._settle_seqs(entry)
         if entry.leases:

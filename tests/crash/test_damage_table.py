@@ -682,23 +682,40 @@ def test_one_store_is_kept_aside_and_makes_room_when_needed(
         server.kill()
 
 
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from lmcache_persist.cli.exit_codes import exit_code_of
+from lmcache_persist.cli.output import say_error
+from lmcache_persist.config import Settings
+from lmcache_persist.errors import PersistError
+from lmcache_persist.server.app import serve
+
+settings = Settings.load({"data_dir": sys.argv[1], "pool_dir": sys.argv[2], "capacity": "16MiB"})
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    serve(settings)
+except PersistError as error:
+    say_error(error)
+    sys.exit(exit_code_of(error))
+"""
+
+
 def test_a_start_by_the_wrong_user_says_so(prepared: Callable[..., ServerProcess]) -> None:
     """Files that cannot be read are no reason to start empty: refused, nothing changed."""
     if os.geteuid() != 0:
         pytest.skip("needs root to give files away")
     server = prepared(lambda folder: os.chmod(folder, 0o755))
     before = snapshot(server.data_dir)
+    # Imported as root: the interpreter itself may lie where others cannot read.
     done = subprocess.run(
-        server.command,
+        [server.command[0], "-c", AS_NOBODY, str(server.data_dir), str(server.pool_dir)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        user=65534,
-        group=65534,
-        extra_groups=[],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/"},
     )
     assert done.returncode == 5, done.stderr
     assert done.stderr.count("error: ") == 1

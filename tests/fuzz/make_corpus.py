@@ -63,9 +63,7 @@ def requests() -> dict[str, protocol.Request]:
 def replies() -> dict[str, protocol.Reply]:
     """A good reply of each type."""
     tail = {"boot": BOOT_A, "durable_seq": 3}
-    pool = protocol.PoolInfo(
-        path=f"/dev/shm/lmcache-persist-{'ab' * 16}.pool", size_bytes=1 << 20
-    )
+    pool = protocol.PoolInfo(path=f"/dev/shm/lmcache-persist-{'ab' * 16}.pool", size_bytes=1 << 20)
     made: list[protocol.Reply] = [
         protocol.Welcome(
             **tail,
@@ -104,6 +102,9 @@ def trouble() -> dict[str, bytes]:
         "huge-map": b"\xdf\xff\xff\xff\xff",
         "huge-text-in-field": b"\x82\xa1t\xa4ping\xa4boot\xdb\xff\xff\xff\xff",
         "nested": b"\x82\xa1t\xa4ping\xa1x" + b"\x91" * 4096,
+        "nested-in-hello": protocol.encode(requests()["Hello"]).replace(b"\x87", b"\x88", 1)
+        + b"\xa4more"
+        + b"\x91" * 4096,
         "duplicate-key": b"\x83\xa1t\xa4ping\xa1t\xa5bye..\xa4boot\xc0",
         "bad-utf8": b"\x81\xa1t\xa2\xff\xfe",
         "surrogate-identity": pack({**register, "identity": b'{"\\ud800": 1}'}),

@@ -336,7 +336,6 @@ def test_a_foreign_store_is_a_violation(root: Path, data_dir: Path) -> None:
         ("UPDATE binding SET bound_at = 'never'", "manifest"),
         ("UPDATE models SET identity = replace(identity, 'w1', 'w2')", "manifest model"),
         ("UPDATE models SET required_alignment = 32", "manifest model"),
-        ("DELETE FROM models", "store totals"),
         ("DELETE FROM binding", "manifest model"),
         ("DELETE FROM binding", "store stamp"),
         ("DELETE FROM binding", "store totals"),

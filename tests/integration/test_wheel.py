@@ -32,9 +32,7 @@ def run(*command: str, **options: object) -> str:
 def installed(tmp_path: Path) -> Path:
     """A folder into which the wheel was installed, without the checkout."""
     python = sys.executable
-    run(
-        python, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(PROJECT)
-    )
+    run(python, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(PROJECT))
     [wheel] = tmp_path.glob("*.whl")
     target = tmp_path / "site"
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel))
@@ -52,9 +50,7 @@ def test_the_wheel_serves(installed: Path, root: Path) -> None:
     server = ServerProcess(root / "d", env={"PYTHONPATH": str(installed)}, cwd=Path("/"))
     with server.start():
         cli = [sys.executable, "-m", "lmcache_persist.cli"]
-        run(
-            *cli, "negotiate", "--server", server.url, "--groups", "640,0,640", env=env, cwd="/"
-        )
+        run(*cli, "negotiate", "--server", server.url, "--groups", "640,0,640", env=env, cwd="/")
         server.terminate()
         server.start()
         assert inspect(server.data_dir)["binding"]["chunk_size"] == 640

@@ -40,7 +40,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(checkout: Path, tests: tuple[str, ...]) -> int:
-    """pytest's exit status on a checkout."""
+    """Pytest's exit status on a checkout."""
     paths = [str(checkout), str(checkout / "tests")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(

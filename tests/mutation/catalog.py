@@ -26,6 +26,9 @@ class Mutation:
 
 ROUND_TRIP = "tests/integration/test_round_trip.py::"
 MEMORY = "tests/unit/store/test_memory.py::"
+REBIND = "tests/integration/test_rebind.py::"
+REBIND_CRASH = "tests/crash/test_rebind_crash.py::"
+CONVERGE = "tests/integration/test_converge.py::"
 
 MUTATIONS = (
     Mutation(
@@ -103,7 +106,10 @@ MUTATIONS = (
         "lmcache_persist/store/memory.py",
         "        if entry.leases:\n            return\n",
         "",
-        (MEMORY + "test_a_leased_chunk_is_not_evicted", ROUND_TRIP + "test_one_token_is_left_to_compute"),
+        (
+            MEMORY + "test_a_leased_chunk_is_not_evicted",
+            ROUND_TRIP + "test_one_token_is_left_to_compute",
+        ),
     ),
     Mutation(
         "dead-slots-do-not-rest",
@@ -154,5 +160,103 @@ MUTATIONS = (
         "if settings.chunk_size is not None and settings.chunk_size != binding.chunk_size:",
         "if False:",
         ("tests/unit/server/test_recovery.py",),
+    ),
+    Mutation(
+        "rebind-not-completed",
+        "lmcache_persist/server/recovery.py",
+        "        manifest.rebind(decision.replaces, decision.binding)\n",
+        "        pass\n",
+        (REBIND_CRASH + "test_a_rebind_is_all_or_nothing",),
+    ),
+    Mutation(
+        "rebind-note-ignored",
+        "lmcache_persist/binding.py",
+        "        return stamp\n",
+        "        return self\n",
+        (REBIND_CRASH + "test_a_rebind_is_all_or_nothing", "tests/unit/server/test_recovery.py"),
+    ),
+    Mutation(
+        "rebind-note-of-any-binding",
+        "lmcache_persist/binding.py",
+        "replaced != self.binding_id or ",
+        "not replaced or ",
+        ("tests/unit/server/test_recovery.py",),
+    ),
+    Mutation(
+        "rebind-clock-repeats",
+        "lmcache_persist/server/rebind.py",
+        "        if datetime.fromisoformat(now) >= earliest:\n            return now\n",
+        "        return now\n",
+        ("tests/unit/server/test_rebind.py",),
+    ),
+    Mutation(
+        "sweep-takes-all",
+        "lmcache_persist/store/lmdb_txn.py",
+        "if record is None or record.binding_id == self._binding_id:",
+        "if record is None:",
+        ("tests/unit/store/test_disk_tiers.py",),
+    ),
+    Mutation(
+        "no-sweep",
+        "lmcache_persist/store/writer.py",
+        "                self._sweep()\n",
+        "                pass\n",
+        ("tests/unit/store/test_writer.py",),
+    ),
+    Mutation(
+        "reset-without-mark",
+        "lmcache_persist/server/reset.py",
+        "        _mark(paths)\n",
+        "",
+        (REBIND_CRASH + "test_a_reset_is_all_or_nothing",),
+    ),
+    Mutation(
+        "reset-not-finished-at-start",
+        "lmcache_persist/server/app.py",
+        "            reset.finish(paths)\n",
+        "",
+        (REBIND_CRASH + "test_a_reset_is_all_or_nothing",),
+    ),
+    Mutation(
+        "recover-overwrites",
+        "lmcache_persist/manifest/files.py",
+        "if not files_of(target))",
+        "if True)",
+        ("tests/integration/test_recover.py::test_two_set_aside_manifests_are_both_kept",),
+    ),
+    Mutation(
+        "bind-to-a-guess",
+        "lmcache_persist/server/binder.py",
+        "            if state.upstream is not None:",
+        "            if state.upstream is not None and state.upstream.seen:",
+        (CONVERGE + "test_the_first_is_down",),
+    ),
+    Mutation(
+        "first-not-followed",
+        "lmcache_persist/server/converge.py",
+        "                self._adopt(seen.chunk_size)\n",
+        "                pass\n",
+        (CONVERGE + "test_a_bind_at_the_first_reaches_the_second",),
+    ),
+    Mutation(
+        "disagreement-starts",
+        "lmcache_persist/server/converge.py",
+        "    raise disagreement(upstream, seen, binding)\n",
+        "",
+        (CONVERGE + "test_servers_that_disagree_are_told",),
+    ),
+    Mutation(
+        "expectation-after-the-bind",
+        "lmcache_persist/connector/vllm/startup.py",
+        "dry_run=True, ",
+        "",
+        (CONVERGE + "test_an_expected_size_is_insisted_on",),
+    ),
+    Mutation(
+        "stale-message-accepted",
+        "lmcache_persist/server/sessions.py",
+        "if check_binding and message.binding",
+        "if False and message.binding",
+        (REBIND + "test_an_old_binding_id_is_told_so",),
     ),
 )

@@ -17,6 +17,7 @@ from lmcache_persist.connector.pool_map import PoolMap
 from lmcache_persist.connector.results import LookupResult
 from lmcache_persist.geometry import Group, cacheable_mask, groups_from_sizes
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
+from lmcache_persist.protocol import MAX_KEYS_PER_RESERVE
 
 TIMEOUT_S = 20.0
 
@@ -114,28 +115,55 @@ class EmulatedEngine:
         ChunkHasher(self.chunk_size).extend(found, tokens)
         return found
 
-    def store(self, hashes: Sequence[bytes], *, ranks: Sequence[int] | None = None) -> int:
-        """Reserve, write, commit; how many chunks got slots, of the last rank."""
+    def store(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        ranks: Sequence[int] | None = None,
+        masks: Sequence[int] | None = None,
+    ) -> int:
+        """Reserve, write, commit; how many chunks got slots, of the last rank.
+
+        Args:
+            hashes: of the chunks.
+            ranks: that store; all by default.
+            masks: per chunk the groups that are stored; all by default, none for 0.
+        """
+        wanted = [
+            (one, mask)
+            for one, mask in zip(hashes, masks or [self.mask] * len(hashes), strict=True)
+            if mask
+        ]
         granted = 0
         for rank in ranks if ranks is not None else range(self.world_size):
-            reply = self.client.reserve(
-                engine=self.name, rank=rank, hashes=hashes, masks=[self.mask] * len(hashes)
-            ).result(TIMEOUT_S)
-            pool = self.client.pool(reply.boot)
-            if pool is None:
-                raise RuntimeError("no pool is attached")
-            members = [index for index, group in enumerate(self.groups) if group.cacheable]
-            for grant in reply.grants:
-                for group, offset in zip(members, grant.offsets, strict=True):
-                    view = pool.view(offset, self.object_bytes)
-                    view[:] = pattern(hashes[grant.index], group, rank, self.object_bytes)
-            numbers = [grant.reservation for grant in reply.grants]
-            if numbers:
-                committed = self.client.commit(numbers).result(TIMEOUT_S)
-                if committed.refused:
-                    raise RuntimeError(f"commit refused {committed.refused}")
-            granted = len(numbers) + len(reply.stored)
+            granted = sum(
+                self._store(rank, wanted[at : at + MAX_KEYS_PER_RESERVE])
+                for at in range(0, len(wanted), MAX_KEYS_PER_RESERVE)
+            )
         return granted
+
+    def _store(self, rank: int, wanted: Sequence[tuple[bytes, int]]) -> int:
+        reply = self.client.reserve(
+            engine=self.name,
+            rank=rank,
+            hashes=[one for one, _ in wanted],
+            masks=[mask for _, mask in wanted],
+        ).result(TIMEOUT_S)
+        pool = self.client.pool(reply.boot)
+        if pool is None:
+            raise RuntimeError("no pool is attached")
+        for grant in reply.grants:
+            chunk_hash, mask = wanted[grant.index]
+            members = [index for index in range(len(self.groups)) if mask >> index & 1]
+            for group, offset in zip(members, grant.offsets, strict=True):
+                view = pool.view(offset, self.object_bytes)
+                view[:] = pattern(chunk_hash, group, rank, self.object_bytes)
+        numbers = [grant.reservation for grant in reply.grants]
+        if numbers:
+            committed = self.client.commit(numbers).result(TIMEOUT_S)
+            if committed.refused:
+                raise RuntimeError(f"commit refused {committed.refused}")
+        return len(numbers) + len(reply.stored)
 
     def lookup(self, hashes: Sequence[bytes], num_tokens: int) -> LookupResult:
         """Look up, check every byte that is promised, release; what the lookup said."""

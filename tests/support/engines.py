@@ -40,17 +40,22 @@ class Starter:
         self,
         server: ServerProcess | None,
         *,
-        block_size: int = 544,
+        block_size: int | None = 544,
         env: dict[str, str] | None = None,
         settings: dict[str, Any] | None = None,
         **options: Any,
     ) -> EngineProcess:
-        """An engine on the server, or without a cache; not waited for."""
+        """An engine on the server, or without a cache; not waited for.
+
+        Block size None is vLLM's own choice.
+        """
+        if block_size is not None:
+            options["block_size"] = block_size
         engine = EngineProcess(
             self._model,
             self._folder / f"engine-{next(self._numbers)}.log",
             settings=None if server is None else self._settings(server, settings or {}),
-            options={"block_size": block_size, "dtype": DTYPE, **options},
+            options={"dtype": DTYPE, **options},
             env={"PYTHONPATH": PYTHONPATH, **(IN_PROCESS if env is None else env)},
             child="support.engine_child",
         )

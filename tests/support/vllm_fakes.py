@@ -119,11 +119,14 @@ def step(
     scheduled: dict[str, int],
     tables: dict[str, tuple[list[int], ...]] | None = None,
     drafts: dict[str, list[int]] | None = None,
+    states: dict[str, list[tuple[int, int, int]]] | None = None,
 ) -> SimpleNamespace:
     """A scheduler output as build_connector_meta gets it."""
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens=drafts or {},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=(tables or {}).get),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=(tables or {}).get, boundary_state_offloads=states or {}
+        ),
     )

@@ -156,9 +156,12 @@ def test_a_size_above_the_maximum_is_refused() -> None:
     assert load(chunk_size="16385", max_chunk_size="20000").chunk_size == 16385
 
 
-def test_chunk_size_from_is_refused_until_it_is_served() -> None:
-    """A known flag that does nothing would be a lie."""
-    assert "not served" in refusal(chunk_size_from="tcp://127.0.0.1:5").message
+def test_the_chunk_size_comes_from_one_place() -> None:
+    """A number and another server's size, or the own one's, contradict each other."""
+    url = "tcp://127.0.0.1:5"
+    assert load(chunk_size_from=url, chunk_size="auto").chunk_size_from == url
+    assert "one of them" in refusal(chunk_size_from=url, chunk_size="256").message
+    assert "own endpoint" in refusal(chunk_size_from=url, listen=url).message
 
 
 def test_a_home_folder_is_expanded_and_a_typed_relative_path_made_absolute(
@@ -288,10 +291,8 @@ def test_each_effective_setting_is_described_with_its_source() -> None:
 def test_every_setting_can_be_given_as_a_variable() -> None:
     """No setting is known to the flags alone."""
     shown = load().effective()
-    values = {"http": "127.0.0.1:1", "group": "0"}
+    values = {"http": "127.0.0.1:1", "group": "0", "chunk_size_from": "tcp://127.0.0.1:1"}
     for setting in SETTINGS:
-        if setting.name == "chunk_size_from":
-            continue
         value = values.get(setting.name) or shown[setting.name]
         env = {"LMCACHE_PERSIST_DATA_DIR": "/srv/kv", setting.variable: value}
         assert load(data_dir=None, env=env).effective()[setting.name] == value

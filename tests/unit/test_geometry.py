@@ -181,10 +181,39 @@ def test_chunk_range_length() -> None:
 
 
 def test_masks() -> None:
-    """Scratch groups are in no mask, recurrent ones not in that of what is always there."""
+    """Scratch groups are in no mask."""
     mixed = [Group(FULL, 64), Group(SCRATCH, 0), Group(RECURRENT, 64), Group(SLIDING, 64, 0, 8)]
     assert geometry.cacheable_mask(mixed) == 0b1101
-    assert geometry.always_present_mask(mixed) == 0b1001
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (Group(FULL, 64), 4),
+        (Group(RECURRENT, 64), 1),
+        (Group(RECURRENT, 256), 1),
+        (Group(SLIDING, 64, 0, 1000), 4),
+        (Group(SLIDING, 64, 0, 257), 4),
+        (Group(SLIDING, 64, 0, 256), 4),
+        (Group(SLIDING, 64, 0, 193), 3),
+        (Group(SLIDING, 64, 0, 194), 4),
+        (Group(SLIDING, 64, 0, 2), 1),
+        (Group(SLIDING, 64, 0, 1), 1),
+    ],
+)
+def test_object_blocks(group: Group, expected: int) -> None:
+    """An object holds the blocks that some prefix may need: [P - w + 1, P), or the state."""
+    assert geometry.object_blocks(group, 256) == expected
+
+
+@pytest.mark.parametrize(
+    ("room", "held", "expected"),
+    [(99, 0, 0), (100, 0, 1), (110, 0, 2), (129, 0, 3), (25, 5, 5), (109, 5, 6)],
+)
+def test_most_chunks(room: int, held: int, expected: int) -> None:
+    """A state costs once however long the prefix; full groups cost what is not held."""
+    model = [Group(RECURRENT, 64), Group(FULL, 64), Group(SCRATCH, 0)]
+    assert geometry.most_chunks(model, 64, [90, 10, 0], room, range(held, 21)) == expected
 
 
 def test_one_token_is_left_to_compute() -> None:

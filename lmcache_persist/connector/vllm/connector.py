@@ -22,10 +22,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_persist.connector import CacheClient
+from lmcache_persist.connector.vllm.adapters import Adapters
 from lmcache_persist.connector.vllm.counters import Counters, logger
 from lmcache_persist.connector.vllm.kv_geometry import read_groups
+from lmcache_persist.connector.vllm.media import Items
 from lmcache_persist.connector.vllm.metadata import StepMetadata
 from lmcache_persist.connector.vllm.model_identity import check_identifiable
+from lmcache_persist.connector.vllm.requests import Requests
 from lmcache_persist.connector.vllm.scheduler_side import SchedulerSide
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.startup import start_client
@@ -57,6 +60,12 @@ def _in_service(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
 
 def _nothing() -> None:
     return None
+
+
+def _requests_of(vllm_config: VllmConfig) -> Requests:
+    """Who identifies the engine's requests. It has loaded no adapter yet."""
+    foreign = vllm_config.ec_transfer_config is not None
+    return Requests(Adapters(vllm_config.lora_config), Items(foreign_embeddings=foreign))
 
 
 class PersistConnector(KVConnectorBase_V1, SupportsHMA):
@@ -95,7 +104,9 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
                 self._client, groups, vllm_config, kv_cache_config, settings, self._counters
             )
             return
-        self._scheduler = SchedulerSide(self._client, groups, engine_id, settings, self._counters)
+        self._scheduler = SchedulerSide(
+            self._client, groups, engine_id, settings, self._counters, _requests_of(vllm_config)
+        )
         # Read after this constructor; "fail" would end a request over a cache's failure.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         logger.info("cache: kv_load_failure_policy is recompute, a failed load costs a prefill")

@@ -33,21 +33,19 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     MambaSpec: GroupKind.RECURRENT,
 }
 
-SERVED_KINDS = frozenset({GroupKind.FULL, GroupKind.SCRATCH})
-"""Kinds of groups that this version stores and loads."""
-
 _SCRATCH = Group(GroupKind.SCRATCH, 0)
 
 
 def layer_specs(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
-    """Each layer of a group with its own spec."""
+    """Each layer of a group that has a cache of its own, with its own spec."""
     spec = group.kv_cache_spec
     for name in group.layer_names:
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            # The scheduler's config keeps one spec for all; a worker's has each layer's.
-            yield name, spec.kv_cache_specs[name]
-        else:
+        if not isinstance(spec, UniformTypeKVCacheSpecs):
             yield name, spec
+        elif name in spec.kv_cache_specs:
+            # The scheduler's config keeps one spec for all; a worker's has each layer's.
+            # One that has none here shares another layer's cache.
+            yield name, spec.kv_cache_specs[name]
 
 
 def read_groups(config: KVCacheConfig, dcp_size: int) -> tuple[Group, ...]:
@@ -60,16 +58,27 @@ def read_groups(config: KVCacheConfig, dcp_size: int) -> tuple[Group, ...]:
         dcp_size: ranks of decode context parallelism.
 
     Raises:
-        UnsupportedGroup: a spec is unknown, or of a kind that is not served yet.
+        UnsupportedGroup: a spec is unknown, or keeps what no prefix can be restored from.
         GeometryError: the numbers make no geometry.
     """
     cacheable = set(config.prefix_cacheable_group_ids)
     groups = tuple(
-        _read_group(index, group, dcp_size) if index in cacheable else _SCRATCH
+        _read_group(index, group, dcp_size) if index in cacheable else _scratch(index, group)
         for index, group in enumerate(config.kv_cache_groups)
     )
     check_groups(groups)
     return groups
+
+
+def _scratch(index: int, group: KVCacheGroupSpec) -> Group:
+    if group.kv_cache_spec.prefix_replay_tokens:
+        raise UnsupportedGroup(
+            f"group {index} ({type(group.kv_cache_spec).__name__}) is computed again over the last"
+            f" {group.kv_cache_spec.prefix_replay_tokens} tokens of a prefix",
+            hint="this version cannot cache such a model; run it without this connector",
+            group=index,
+        )
+    return _SCRATCH
 
 
 def _read_group(index: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
@@ -98,14 +107,8 @@ def _read_spec(index: int, spec: KVCacheSpec, dcp_size: int) -> Group:
             hint="this version cannot cache such a model; run it without this connector",
             group=index,
         )
-    if kind not in SERVED_KINDS:
-        raise UnsupportedGroup(
-            f"group {index} is {kind.value} ({type(spec).__name__}), expected only full"
-            " attention groups",
-            hint="this version caches models whose groups are all full attention; run this"
-            " one without this connector",
-            group=index,
-        )
+    if isinstance(spec, MambaSpec):
+        _check_states(index, spec)
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise UnsupportedGroup(
             f"group {index} attends to later tokens (non-causal): its KV depends on more than"
@@ -115,6 +118,25 @@ def _read_spec(index: int, spec: KVCacheSpec, dcp_size: int) -> Group:
         )
     tokens = spec.block_size * (dcp_size if spec.dcp_sharded else 1)
     return Group(kind, tokens, spec.num_states, _window(spec))
+
+
+def _check_states(index: int, spec: MambaSpec) -> None:
+    """States must be left at block ends, and it must be sure which block holds which."""
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedGroup(
+            f"group {index} is recurrent in mode {spec.mamba_cache_mode!r}, expected 'align':"
+            " the engine keeps no states at block ends",
+            hint="switch prefix caching on (--enable-prefix-caching), or run this model without"
+            " this connector",
+            group=index,
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedGroup(
+            f"group {index} is recurrent with {spec.num_speculative_blocks} speculative blocks:"
+            " a state may hold tokens that are rejected",
+            hint="run this model without speculative decoding, or without this connector",
+            group=index,
+        )
 
 
 def _window(spec: Any) -> int:

@@ -7,8 +7,10 @@ stay out of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ def read_layers(
     return [
         [
             _read_layer(index, name, kv_caches.get(name), config.num_blocks)
-            for name in (spec_group.layer_names if group.cacheable else ())
+            for name, _ in (layer_specs(spec_group) if group.cacheable else ())
         ]
         for index, (group, spec_group) in enumerate(
             zip(groups, config.kv_cache_groups, strict=True)
@@ -77,21 +79,25 @@ def describe(
     groups: Sequence[Group],
     vllm_config: VllmConfig,
 ) -> dict[str, Any]:
-    """The layout as plain JSON, equal wherever pages hold equal bytes for equal tokens."""
+    """The layout as plain JSON, equal wherever pages hold equal bytes for equal tokens.
+
+    Per group its layers in their order, each with the index of its form: most layers of a
+    model look alike.
+    """
     modules = vllm_config.compilation_config.static_forward_context
     return {
         "kv_cache_layout": config.kv_cache_layout,
+        "device": _device(layers),
         "groups": [
-            {
-                "kind": group.kind.value,
-                "tokens_per_block": group.tokens_per_block,
-                "layers": [
-                    _describe_layer(layer, spec, modules.get(layer.name))
+            _describe_group(
+                group,
+                [
+                    (layer.name, _describe_layer(layer, spec, modules.get(layer.name)))
                     for layer, (_, spec) in zip(members, layer_specs(spec_group), strict=True)
                 ]
                 if group.cacheable
                 else [],
-            }
+            )
             for members, group, spec_group in zip(
                 layers, groups, config.kv_cache_groups, strict=True
             )
@@ -99,24 +105,52 @@ def describe(
     }
 
 
-def _describe_layer(layer: LayerCache, spec: KVCacheSpec, module: Any) -> dict[str, Any]:
-    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", None),)
-    mode = getattr(spec, "kv_quant_mode", None)
+def _describe_group(group: Group, members: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    forms: list[dict[str, Any]] = []
+    layers = []
+    for name, form in members:
+        if form not in forms:
+            forms.append(form)
+        layers.append([name, forms.index(form)])
     return {
-        "name": layer.name,
-        "spec": type(spec).__name__,
-        "kv_heads": getattr(spec, "num_kv_heads", spec.num_heads),
-        "head_sizes": [getattr(spec, "head_size", 0), getattr(spec, "head_size_v", 0)],
-        "dtypes": [str(dtype) for dtype in dtypes],
-        "kv_quant_mode": mode.name if mode is not None else None,
+        "kind": group.kind.value,
+        "tokens_per_block": group.tokens_per_block,
+        "layers": layers,
+        "forms": forms,
+    }
+
+
+def _describe_layer(layer: LayerCache, spec: KVCacheSpec, module: Any) -> dict[str, Any]:
+    return {
+        "spec": {
+            "type": type(spec).__name__,
+            # All of them: equal byte counts are not enough, and a field of tomorrow counts.
+            **{one.name: _plain(getattr(spec, one.name)) for one in dataclasses.fields(spec)},
+        },
         "stored_dtype": str(layer.cache.dtype),
         "block_shape": list(layer.cache.shape[1:]),
         "block_strides": list(layer.cache.stride()[1:]),
-        "device": layer.cache.device.type,
         "backend": _backend_name(module),
         # Hosts with other instructions write other bytes for the same shape and strides.
         "isa": getattr(module, "isa", None),
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _device(layers: Sequence[Sequence[LayerCache]]) -> dict[str, Any]:
+    """What kind of device holds the caches: kernels for another one may pack otherwise."""
+    device = next((layer.cache.device for members in layers for layer in members), None)
+    if device is None:
+        return {"type": None, "capability": None}
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return {"type": device.type, "capability": list(capability) if capability else None}
 
 
 def _backend_name(module: Any) -> str | None:

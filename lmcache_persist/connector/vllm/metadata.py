@@ -60,7 +60,8 @@ class StoreJob:
     Attributes:
         chunk_hash: 32 bytes.
         mask: bit i set: group i is stored.
-        block_ids: per group the ids of the chunk's blocks, empty where the bit is not set.
+        block_ids: per group the ids of the blocks that its object holds
+            (:func:`~lmcache_persist.geometry.object_blocks`), empty where the bit is not set.
     """
 
     chunk_hash: bytes

@@ -1,66 +1,86 @@
 """The identity of what a ``VllmConfig`` runs: everything that decides its KV's meaning.
 
-Taken as the operator gave it. vLLM rewrites ``hf_config`` while it starts, and not in the
-same way in every version, so the raw config is read from its file.
+Taken as the operator gave it; see :mod:`.model_files`. What differs between requests of one
+engine (salt, adapter, images) is in their chunk hashes instead; see :mod:`.requests`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
+import vllm
 from vllm.config import ModelConfig, VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from lmcache_persist.connector.vllm.kv_geometry import layer_specs
-from lmcache_persist.connector.vllm.weights import digest_folder, snapshot_commit
+from lmcache_persist.connector.vllm import context_length, model_files
 from lmcache_persist.errors import IdentityUnknown
-from lmcache_persist.identity import canonical_json, check_identity, without_cosmetic_keys
+from lmcache_persist.identity import canonical_json, check_identity
 
 CONNECTOR_NAME = "vllm"
-CONNECTOR_FORMAT = 1
+CONNECTOR_FORMAT = 2
 """Bumped when the same pages would be stored as other bytes, or read another way."""
 
 WHOLE_LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral"})
 """Load formats that read whole local checkpoint files, so that a digest speaks for them."""
 
-LENGTH_INDEPENDENT_ROPE = frozenset({"default", "linear", "llama3", "mrope", "yarn"})
-"""RoPE types whose rotation of a token does not depend on max_model_len. Others count."""
-
-_CONFIG_FILES = ("config.json", "params.json")
+_QUANTIZATION_FILES = (
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "quantize_config.json",
+)
+_MULTIMODAL_FIELDS = (
+    "language_model_only",
+    "mm_encoder_attn_dtype",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+_ATTENTION_TUNING = "attn_temperature_tuning"
 
 
 def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     """The identity, with every field that :mod:`lmcache_persist.identity` requires.
 
-    Reads the config file and samples the weights: fractions of a second on a warm cache.
+    Reads the config files and samples the weights: fractions of a second on a warm cache.
 
     Raises:
         IdentityUnknown: something cannot be identified; the model's KV is not cached.
     """
     model = vllm_config.model_config
     check_identifiable(vllm_config)
-    folder = model_folder(model)
-    config = read_raw_config(model)
+    located = model_files.locate(model)
+    config, *second = model_files.read_raw_configs(model)
+    overrides = dict(model.hf_overrides)
+    lengths_matter = context_length.depends_on_max_model_len(config, *second, overrides)
+    implementation = _implementation(model)
+    own_code = implementation["package"] != "vllm"
     identity = {
         "connector": CONNECTOR_NAME,
         "connector_format": CONNECTOR_FORMAT,
-        "model": model.model,
-        "revision": model.revision,
+        # Nothing says how a backend arranges bytes inside a page, so its version has to.
+        "engine": {"vllm": vllm.__version__},
+        "model": located.name,
+        "revision": located.revision,
         "code_revision": model.code_revision,
-        "implementation": str(model.model_impl),
-        "weights": _weights(folder),
-        "config": without_cosmetic_keys(config),
-        "overrides": dict(model.hf_overrides),
+        "implementation": implementation,
+        "weights": model_files.identify_weights(located),
+        "load_format": _checkpoint(vllm_config),
+        "files": model_files.identify_other_files(located.folder, code=model.trust_remote_code),
+        "config": model_files.compact(config),
+        "second_config": model_files.compact(second[0]) if second else None,
+        "overrides": model_files.compact(overrides),
+        "generation": _generation(model, located),
         "kv_dtype": _kv_dtypes(kv_cache_config),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "max_model_len": model.max_model_len if _rope_depends_on_length(model, config) else None,
+        "max_model_len": model.max_model_len if lengths_matter or own_code else None,
         "sliding_window_disabled": model.disable_sliding_window,
+        "multimodal": _multimodal(model),
         "parallel": _parallel(vllm_config),
+        "additional": _additional(vllm_config),
         "runner": "v2" if vllm_config.use_v2_model_runner else "v1",
     }
     check_identity(identity)
@@ -88,78 +108,80 @@ def _obstacles(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"weights are streamed from {model.model_weights!r}"
     if not isinstance(model.hf_overrides, Mapping):
         yield "hf_overrides is a function, whose effect cannot be identified"
-    if model.quantization is not None and not _is_quantized_on_disk(read_raw_config(model)):
+        return
+    configs = model_files.read_raw_configs(model)
+    if model.quantization is not None and not _is_quantized_on_disk(model, configs):
         yield f"weights are quantised to {model.quantization!r} while they are loaded"
     if getattr(model, "quantization_config", None) is not None:
         yield "weights are quantised by quantization_config while they are loaded"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield "KV scales are calculated at run time"
+    if model.is_encoder_decoder:
+        yield "the decoder's KV depends on the encoder's input, not on its own prefix alone"
+    for key, value in configs[0].items():
+        if key.endswith(model_files.OTHER_REPOSITORY_SUFFIX) and value:
+            yield f"weights come from a second repository too ({key} is {value!r})"
+    if model.using_transformers_backend() and context_length.follows_the_batch(
+        *configs, model.hf_overrides
+    ):
+        yield "transformers' RoPE follows the longest sequence of a batch, so KV depends on others"
 
 
-def model_folder(model: ModelConfig) -> Path:
-    """The local folder of a model, the hub's snapshot for a name.
-
-    Raises:
-        IdentityUnknown: there is none.
-    """
-    given = Path(model.model)
-    if given.is_dir():
-        return given
-    return _hub_file(model.model, model.revision).parent
-
-
-def _hub_file(name: str, revision: str | None) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for file in _CONFIG_FILES:
-        try:
-            found = try_to_load_from_cache(name, file, revision=revision)
-        except HFValidationError as error:
-            raise IdentityUnknown(f"model {name!r} is no folder and no hub name") from error
-        if isinstance(found, str):
-            return Path(found)
-    raise IdentityUnknown(f"model {name!r} has no config in the hub's cache")
-
-
-def read_raw_config(model: ModelConfig) -> dict[str, Any]:
-    """The model's config as its file has it.
-
-    Raises:
-        IdentityUnknown: there is no such file, or it is no JSON object.
-    """
-    source = model.hf_config_path or model.model
-    folder = Path(source) if Path(source).is_dir() else _hub_file(source, model.revision).parent
-    path = next((folder / name for name in _CONFIG_FILES if (folder / name).is_file()), None)
-    if path is None:
-        raise IdentityUnknown(f"model folder {folder} has no {' or '.join(_CONFIG_FILES)}")
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise IdentityUnknown(f"model config {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise IdentityUnknown(f"model config {path} is no JSON object")
-    return config
-
-
-def _weights(folder: Path) -> dict[str, str]:
-    commit = snapshot_commit(folder)
-    if commit is not None:
-        return {"commit": commit}
-    return {"digest": digest_folder(folder)}
-
-
-def _is_quantized_on_disk(config: Mapping[str, Any]) -> bool:
+def _is_quantized_on_disk(model: ModelConfig, configs: list[dict[str, Any]]) -> bool:
     keys = ("quantization_config", "compression_config", "quantization")
-    texts = [config, config.get("text_config") or {}]
-    return any(text.get(key) for text in texts for key in keys)
+    texts = [text for config in configs for text in (config, config.get("text_config") or {})]
+    if any(text.get(key) for text in texts for key in keys):
+        return True
+    folder = model_files.locate(model).folder
+    return any((folder / name).is_file() for name in _QUANTIZATION_FILES)
+
+
+def _checkpoint(vllm_config: VllmConfig) -> str:
+    """Which of a folder's files are read; several load formats read the same ones."""
+    load_format = str(vllm_config.load_config.load_format)
+    return load_format if load_format == "mistral" else "hf"
+
+
+def _implementation(model: ModelConfig) -> dict[str, Any]:
+    """Whose code computes the KV."""
+    found, architecture = model.registry.resolve_model_cls(model.architectures, model)
+    package = found.__module__.partition(".")[0]
+    packages = {package, "transformers"} if model.using_transformers_backend() else {package}
+    return {
+        "architecture": architecture,
+        "class": f"{found.__module__}.{found.__qualname__}",
+        "package": package,
+        "versions": {
+            name: _version(name) for name in sorted(packages - {"vllm", "transformers_modules"})
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _generation(model: ModelConfig, located: model_files.Model) -> dict[str, Any]:
+    """What generation settings decide of KV: Llama 4 reads its attention tuning from them."""
+    path = located.folder / "generation_config.json"
+    given = dict(model.override_generation_config)
+    value = given.get(_ATTENTION_TUNING)
+    if value is None and path.is_file():
+        value = model_files.read_object(path).get(_ATTENTION_TUNING)
+    return {_ATTENTION_TUNING: value}
 
 
 def _kv_dtypes(config: KVCacheConfig) -> list[str]:
-    """What the specs hold, not what was asked for: ``auto`` is none of a dtype."""
+    """What the specs hold, not what was asked for: ``auto`` is none of a dtype.
+
+    From the groups' specs, which all ranks have, also those without a layer of a group.
+    """
     found: set[str] = set()
     for group in config.kv_cache_groups:
-        for _, spec in layer_specs(group):
+        for spec in _specs(group.kv_cache_spec):
             dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", None),)
             mode = getattr(spec, "kv_quant_mode", None)
             suffix = f"/{mode.name}" if mode is not None else ""
@@ -167,34 +189,38 @@ def _kv_dtypes(config: KVCacheConfig) -> list[str]:
     return sorted(found)
 
 
-def _rope_depends_on_length(model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Whether a RoPE scaling is in sight that is not known to be independent of it."""
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
-    return any(
-        kind not in LENGTH_INDEPENDENT_ROPE
-        for source in (config, overrides)
-        for kind in _rope_types(source)
-    )
+def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]
 
 
-def _rope_types(value: Any, inside: bool = False) -> Iterator[str]:
-    """Every RoPE type named anywhere in a config, under old and new names."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if inside and key in ("rope_type", "type") and isinstance(item, str):
-                yield item
-            else:
-                yield from _rope_types(item, inside or key in ("rope_scaling", "rope_parameters"))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _rope_types(item, inside)
+def _multimodal(model: ModelConfig) -> dict[str, Any] | None:
+    """What decides the embeddings of an item beside its content."""
+    config = model.multimodal_config
+    if config is None:
+        return None
+    scales = getattr(config, "mm_encoder_fp8_scale_path", None)
+    return {
+        **{name: getattr(config, name, None) for name in _MULTIMODAL_FIELDS},
+        "fp8_scales": model_files.digest_path(scales) if scales else None,
+    }
 
 
 def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
     parallel = vllm_config.parallel_config
+    context_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return {
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "dcp": parallel.decode_context_parallel_size,
         "pcp": parallel.prefill_context_parallel_size,
+        # Which of the context ranks holds which tokens of a block.
+        "interleave": parallel.cp_kv_cache_interleave_size if context_ranks > 1 else 1,
     }
+
+
+def _additional(vllm_config: VllmConfig) -> Any:
+    """Settings for platforms and plugins: nobody here knows what they do."""
+    given = vllm_config.additional_config
+    return dict(given) if isinstance(given, Mapping) else str(given.compute_hash())

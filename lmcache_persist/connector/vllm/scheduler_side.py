@@ -18,11 +18,12 @@ from lmcache_persist.connector.vllm.metadata import (
     StepMetadata,
     StoreJob,
 )
-from lmcache_persist.connector.vllm.requests import TrackedRequest, extra_of, unidentified
+from lmcache_persist.connector.vllm.requests import Requests, TrackedRequest
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.startup import check_expected
+from lmcache_persist.connector.vllm.store_plan import boundary_states, plan_stores
 from lmcache_persist.errors import PersistError
-from lmcache_persist.geometry import Group, check_compatible
+from lmcache_persist.geometry import Group, GroupKind, check_compatible
 from lmcache_persist.hashing import ChunkHasher
 
 IDLE_WAIT_S = 0.003
@@ -38,6 +39,7 @@ class SchedulerSide:
         engine_id: the same as the workers'.
         settings: the operator's.
         counters: shared with the connector.
+        requests: says what identifies a request.
 
     Threads: vLLM's scheduler thread only.
     """
@@ -49,12 +51,15 @@ class SchedulerSide:
         engine_id: str,
         settings: ConnectorSettings,
         counters: Counters,
+        requests: Requests | None = None,
     ) -> None:
         self._client = client
         self._groups = tuple(groups)
+        self._recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
         self._engine_id = engine_id
         self._settings = settings
         self._counters = counters
+        self._requests = requests or Requests()
         self._binding: Binding | None = None
         self._hasher: ChunkHasher | None = None
         self._tracked: dict[str, TrackedRequest] = {}
@@ -99,18 +104,19 @@ class SchedulerSide:
             tracked.drop_lookup()
             tracked.hashes.clear()
             tracked.next_store = 0
+            tracked.states.clear()
             tracked.asked = False
 
     # ---- lookups -------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt and let the server bring what it has, before there is a slot."""
-        reason = unidentified(request)
-        if reason is not None:
-            self._counters.add(f"requests_not_cached_{reason}")
+        extra = self._requests.identify(request)
+        if isinstance(extra, str):
+            self._counters.add(f"requests_not_cached_{extra}")
             return
         self._counters.add("requests")
-        tracked = TrackedRequest(request, extra_of(request))
+        tracked = TrackedRequest(request, extra)
         self._tracked[request.request_id] = tracked
         self._look_up(tracked)
 
@@ -136,8 +142,10 @@ class SchedulerSide:
         """Have the hashes of the first ``num_chunks`` chunks; False if one cannot be named."""
         if len(tracked.hashes) >= num_chunks:
             return True
-        tokens = tracked.request.all_token_ids
-        if hasher.extend(tracked.hashes, tokens, tracked.extra):
+        tokens, size = tracked.request.all_token_ids, hasher.chunk_size
+        if hasher.extend(
+            tracked.hashes, tokens, tracked.extra.of_chunks(size, len(tokens) // size)
+        ):
             return len(tracked.hashes) >= num_chunks
         self._counters.add("requests_not_cached_token")
         self._tracked.pop(tracked.request.request_id, None)
@@ -207,6 +215,7 @@ class SchedulerSide:
         if tracked.result is not None and self._binding is not None:
             known = tracked.result.tokens // self._binding.chunk_size
             tracked.next_store = max(tracked.next_store, known)
+            tracked.states.add(known - 1)
 
     def _plan_load(
         self,
@@ -270,6 +279,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.may_load, tracked.next_store = False, 0
+                tracked.states.clear()
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request; a load of it that still runs keeps its lease."""
@@ -307,41 +317,50 @@ class SchedulerSide:
             certain = num_scheduled - len(drafts.get(request_id, ()))
             computed = tracked.request.num_computed_tokens + certain
             end = min(computed, self._storable_tokens(tracked.request)) // hasher.chunk_size
-            if end > tracked.next_store and self._hash(tracked, hasher, end):
-                tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                step.stores.extend(self._store_jobs(tracked, tables, end, hasher.chunk_size))
-                tracked.next_store = end
+            step.stores.extend(self._stores_of(tracked, scheduler_output, computed, end, hasher))
 
     def _storable_tokens(self, request: Any) -> int:
         if self._settings.cache_decode:
             return int(request.num_tokens)
         return int(min(request.num_tokens, request.num_prompt_tokens))
 
-    def _store_jobs(
+    def _stores_of(
         self,
         tracked: TrackedRequest,
-        tables: Sequence[Sequence[int]],
+        scheduler_output: Any,
+        computed: int,
         end: int,
-        chunk_size: int,
+        hasher: ChunkHasher,
     ) -> list[StoreJob]:
-        """Chunks ``[next_store, end)`` with the groups that hold all of their blocks."""
-        jobs = []
-        for chunk in range(tracked.next_store, end):
-            mask, block_ids = 0, []
-            for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
-                ids: tuple[int, ...] = ()
-                if group.cacheable:
-                    per_chunk = chunk_size // group.tokens_per_block
-                    ids = tuple(table[chunk * per_chunk : (chunk + 1) * per_chunk])
-                    if len(ids) < per_chunk or self.null_block_id in ids:
-                        ids = ()
-                if ids:
-                    mask |= 1 << index
-                block_ids.append(ids)
-            if mask:
-                jobs.append(StoreJob(bytes(tracked.hashes[chunk]), mask, tuple(block_ids)))
+        """What a request's step leaves: chunks it completes below ``end``, and states."""
+        request_id, size = tracked.request.request_id, hasher.chunk_size
+        state = scheduler_output.kv_connector_block_state
+        offers = state.boundary_state_offloads.get(request_id, ()) if self._recurrent else ()
+        if end <= tracked.next_store and not (offers or (self._recurrent and computed % size == 0)):
+            return []
+        tables = state.get_block_ids(request_id)
+        states = boundary_states(self._groups, tables, offers, computed, size, self.null_block_id)
+        fresh = {c: found for c, found in states.items() if c < end and c not in tracked.states}
+        if end <= tracked.next_store and not fresh:
+            return []
+        if not self._hash(tracked, hasher, end) or not self._still_holds(tracked):
+            return []
+        chunks = range(tracked.next_store, end)
+        jobs = plan_stores(
+            self._groups, tables, tracked.hashes, chunks, fresh, size, self.null_block_id
+        )
+        tracked.next_store = max(tracked.next_store, end)
+        tracked.states.update(fresh)
         self._counters.add("chunks_offered", len(jobs))
         return jobs
+
+    def _still_holds(self, tracked: TrackedRequest) -> bool:
+        """Whether what identified a request still does; else no more of it is stored."""
+        if tracked.extra.still_holds():
+            return True
+        self._counters.add("requests_not_cached_lora")
+        self.request_finished(tracked.request.request_id)
+        return False
 
     def _wait_for_a_lookup(self) -> None:
         for tracked in self._tracked.values():

@@ -1,4 +1,4 @@
-"""Which weights a model runs with: a digest over a folder, or a snapshot's commit.
+"""Which weights are in a folder: a digest over its safetensors files, or a snapshot's commit.
 
 A digest of all bytes would take minutes for a large model, names and sizes would miss
 weights that are replaced in place. So: names, sizes, headers, and samples of every tensor.
@@ -10,7 +10,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,26 @@ SAMPLES_PER_TENSOR = 3
 SAMPLE_BYTES = 256
 """Bytes per sample."""
 
-BYTES_PER_SAMPLE = 4 << 20
+BYTES_PER_SAMPLE = 64 << 20
 """Bytes of a tensor that get one sample more, so that large tensors have more than three."""
 
 MAX_HEADER_BYTES = 100 << 20
 """Bytes. Source: the safetensors format's own bound."""
 
-_DIGEST_LABEL = b"lmcache-persist weights 1"
+MAX_SMALL_FILE_BYTES = 256 << 20
+"""Bytes of a file that is digested whole."""
+
+READ_AHEAD = 1024
+"""Samples that are asked of the disk before the first of them is read.
+
+Source: measured on ext4, 4000 cold samples: 0.5 s one by one, 0.08 s asked for ahead.
+"""
+
+_DIGEST_LABEL = b"lmcache-persist weights 2"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Range = tuple[int, int]
+"""Offset in a file and length, bytes."""
 
 
 def snapshot_commit(folder: Path) -> str | None:
@@ -42,13 +55,30 @@ def snapshot_commit(folder: Path) -> str | None:
     return None
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder and of the folders in it, in the order of their names."""
+    found = [*folder.glob("*.safetensors"), *folder.glob("[!.]*/*.safetensors")]
+    return sorted(found, key=lambda path: os.fsencode(path.relative_to(folder)))
+
+
 def digest_folder(folder: Path) -> str:
-    """64 hex digits over the safetensors files of ``folder``.
+    """64 hex digits over the safetensors files of ``folder``, those in its folders included.
+
+    Under a second for 100 GB: at least three samples of every tensor are read, no more
+    than one for each 64 MiB beyond that.
 
     Raises:
         IdentityUnknown: there are none, or one cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"), key=lambda path: os.fsencode(path.name))
+    return digest_files(folder, weight_files(folder))
+
+
+def digest_files(folder: Path, files: Sequence[Path]) -> str:
+    """64 hex digits over these safetensors files, with their names below ``folder``.
+
+    Raises:
+        IdentityUnknown: there are none, or one cannot be read.
+    """
     if not files:
         raise IdentityUnknown(
             f"weights in {folder} have no safetensors files, so they have no digest",
@@ -57,10 +87,28 @@ def digest_folder(folder: Path) -> str:
     digest = blake3(_DIGEST_LABEL)
     for path in files:
         try:
+            _add(digest, os.fsencode(path.relative_to(folder)))
             _add_file(digest, path)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise IdentityUnknown(f"weights {path} cannot be read: {error}") from error
     return digest.hexdigest()
+
+
+def digest_whole(path: Path) -> str:
+    """64 hex digits over all bytes of a small file.
+
+    Raises:
+        IdentityUnknown: it cannot be read, or is no small file.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_SMALL_FILE_BYTES:
+            raise IdentityUnknown(
+                f"file {path} has {size_bytes} bytes, expected at most {MAX_SMALL_FILE_BYTES}"
+            )
+        return blake3(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise IdentityUnknown(f"file {path} cannot be read: {error}") from error
 
 
 def _add(digest: Any, part: bytes) -> None:
@@ -75,15 +123,22 @@ def _add_file(digest: Any, path: Path) -> None:
         if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size_bytes - 8):
             raise ValueError(f"header of {header_bytes} bytes in a file of {size_bytes}")
         header = _read(fd, header_bytes, 8)
-        _add(digest, os.fsencode(path.name))
         _add(digest, struct.pack("<Q", size_bytes))
         _add(digest, header)
-        for begin, end in _extents(header, size_bytes - 8 - header_bytes):
-            for at in _sample_offsets(end - begin):
-                length = min(SAMPLE_BYTES, end - begin)
-                _add(digest, _read(fd, length, 8 + header_bytes + begin + at))
+        extents = _extents(header, size_bytes - 8 - header_bytes)
+        for batch in _batches(_samples(extents, 8 + header_bytes)):
+            for offset, num_bytes in batch:
+                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+            for offset, num_bytes in batch:
+                _add(digest, _read(fd, num_bytes, offset))
     finally:
         os.close(fd)
+
+
+def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
+    source = iter(ranges)
+    while batch := list(islice(source, READ_AHEAD)):
+        yield batch
 
 
 def _read(fd: int, num_bytes: int, offset: int) -> bytes:
@@ -103,6 +158,13 @@ def _extents(header: bytes, data_bytes: int) -> Iterator[tuple[int, int]]:
             raise ValueError(f"tensor {name!r} spans [{begin}, {end}) of {data_bytes} bytes")
         if end > begin:
             yield begin, end
+
+
+def _samples(extents: Iterable[tuple[int, int]], data_at: int) -> Iterator[Range]:
+    for begin, end in extents:
+        length = min(SAMPLE_BYTES, end - begin)
+        for at in _sample_offsets(end - begin):
+            yield data_at + begin + at, length
 
 
 def _sample_offsets(tensor_bytes: int) -> list[int]:

@@ -27,7 +27,7 @@ from lmcache_persist.connector.vllm.metadata import (
 from lmcache_persist.connector.vllm.model_identity import read_identity
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.errors import IdentityUnknown, LeaseError, PersistError, TransportError
-from lmcache_persist.geometry import Group, check_compatible, chunks_needed
+from lmcache_persist.geometry import Group, check_compatible, chunks_needed, object_blocks
 from lmcache_persist.protocol import MAX_KEYS_PER_RESERVE, Grant, Reserved
 
 STORE_WAIT_S = 0.05
@@ -127,7 +127,7 @@ class WorkerSide:
     def _register_for(self, chunk_size: int) -> None:
         check_compatible(chunk_size, self._groups)
         sizes = [
-            pages.object_bytes(chunk_size // group.tokens_per_block) if pages else 0
+            pages.object_bytes(object_blocks(group, chunk_size)) if pages else 0
             for pages, group in zip(self._pages, self._groups, strict=True)
         ]
         if self._identity is None:
@@ -307,11 +307,13 @@ class WorkerSide:
         slots = self._slots_by_chunk(job, index)
         ids, first = job.block_ids[index], job.first_blocks[index]
         per_chunk = job.chunk_size // group.tokens_per_block
+        in_object = object_blocks(group, job.chunk_size)
         prefix = len(ids) * group.tokens_per_block
         for chunk in chunks_needed(group, prefix, job.chunk_size):
-            blocks = ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-            held = first - chunk * per_chunk
-            if held >= per_chunk or all(block == job.null_block_id for block in blocks):
+            end = (chunk + 1) * per_chunk
+            blocks = ids[end - in_object : end]
+            held = first - (end - in_object)
+            if held >= in_object or all(block == job.null_block_id for block in blocks):
                 continue  # The engine holds all of it, or wants none of it.
             if chunk not in slots:
                 raise LeaseError(f"load of {job.request_id} has no slot for chunk {chunk}")

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -28,6 +29,25 @@ HEADS = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 def full(block_size: int = 32, **changes: object) -> FullAttentionSpec:
     """A full attention spec."""
     return FullAttentionSpec(block_size=block_size, **{**HEADS, **changes})
+
+
+def mamba(mode: str = "align", **changes: object) -> MambaSpec:
+    """A recurrent spec: a state of 268,288 bytes, padded to the page of the other groups."""
+    fields = {
+        "block_size": 640,
+        "shapes": ((3, 768), (4, 128, 128)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "page_size_padded": 327_680,
+        "mamba_cache_mode": mode,
+        **changes,
+    }
+    return MambaSpec(**fields)
+
+
+def sliding_mla(**changes: object) -> SlidingWindowMLASpec:
+    """A sliding window of latent attention."""
+    one_head = {**HEADS, "num_kv_heads": 1}
+    return SlidingWindowMLASpec(block_size=32, sliding_window=128, **one_head, **changes)
 
 
 def config(*specs: KVCacheSpec, num_blocks: int = 10, **group: object) -> KVCacheConfig:
@@ -59,6 +79,60 @@ def test_latent_attention_is_full() -> None:
     assert read_groups(config(spec), 1)[0].kind is GroupKind.FULL
 
 
+def test_hybrids_are_read_group_by_group() -> None:
+    """Recurrent groups keep one state a block; a window reaches as far as it is retained."""
+    sliding = SlidingWindowSpec(
+        block_size=128, sliding_window=512, extra_retained_tokens=3, **HEADS
+    )
+    assert read_groups(config(mamba(), full(640), sliding, sliding_mla()), 1) == (
+        Group(GroupKind.RECURRENT, 640, 1),
+        Group(GroupKind.FULL, 640, 640),
+        Group(GroupKind.SLIDING, 128, 128, 515),
+        Group(GroupKind.SLIDING, 32, 32, 128),
+    )
+
+
+def test_states_are_not_sharded_by_context_parallelism() -> None:
+    """Every rank of dcp holds the whole state of its block's tokens."""
+    found = read_groups(config(mamba(block_size=128), full(32)), 4)
+    assert [group.tokens_per_block for group in found] == [128, 128]
+
+
+def test_compressed_tokens_take_fewer_slots() -> None:
+    """A block of 400 tokens that are kept as 100 states spans 400 tokens."""
+    spec = MLAAttentionSpec(
+        block_size=400, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, tokens_per_state=4
+    )
+    assert read_groups(config(spec), 1) == (Group(GroupKind.FULL, 400, 100),)
+
+
+def test_layers_that_share_a_cache_are_stored_once() -> None:
+    """Whatever the engine registers, the groups say which layers have pages of their own."""
+    wrapped = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0.a": full()})
+    cache_config = config(wrapped)
+    cache_config.kv_cache_groups[0].layer_names.append("0.b")
+    groups = read_groups(cache_config, 1)
+    (layers,) = layouts.read_layers(caches(10), cache_config, groups)
+    assert [layer.name for layer in layers] == ["0.a"]
+
+
+def test_states_lie_in_the_pages_of_other_groups() -> None:
+    """A state is shorter than the page that its block shares with other groups' blocks."""
+    cache_config = config(mamba())
+    groups = read_groups(cache_config, 1)
+    memory = torch.zeros(10 * 327_680, dtype=torch.int8)
+    state = memory.as_strided((10, 1, 1, 268_288), (327_680, 268_288, 268_288, 1))
+    registered = {"0.a": state, "0.b": state.clone(), "not.ours": state}
+    layers = layouts.read_layers(registered, cache_config, groups)
+    found = layouts.describe(layers, cache_config, groups, engine_config())
+    (form,) = found["groups"][0]["forms"]
+    assert form["spec"]["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    assert form["spec"]["shapes"] == [[3, 768], [4, 128, 128]]
+    assert form["block_shape"] == [1, 1, 268_288]
+    other = config(mamba(dtypes=(torch.float16, torch.float32)))
+    assert layouts.describe(layers, other, groups, engine_config()) != found
+
+
 def test_wrapped_layers_are_read_one_by_one() -> None:
     """Layers of other sizes in one group are one group, of other kinds are refused."""
     wrapped = UniformTypeKVCacheSpecs(
@@ -79,8 +153,14 @@ def test_wrapped_layers_are_read_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (SlidingWindowSpec(block_size=32, sliding_window=512, **HEADS), "group 1 is sliding"),
-        (MambaSpec(block_size=640, shapes=((4,),), dtypes=(torch.float32,)), "group 1 is recurr"),
+        (mamba("none"), "group 1 is recurrent in mode 'none'"),
+        (mamba("all"), "group 1 is recurrent in mode 'all'"),
+        (mamba(num_speculative_blocks=2), "2 speculative blocks"),
+        (
+            ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=64, **HEADS),
+            "ChunkedLocalAttentionSpec",
+        ),
+        (sliding_mla(bounded_replay=True), "again over the last 128 tokens"),
         (SinkFullAttentionSpec(block_size=32, sink_len=4, **HEADS), "SinkFullAttentionSpec"),
         (full(non_causal=True), "non-causal"),
     ],

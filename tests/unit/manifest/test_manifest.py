@@ -65,6 +65,24 @@ def test_first_bind_wins_and_stays(manifest: Manifest) -> None:
     assert manifest.binding() == first
 
 
+def test_a_rebind_replaces_the_binding_that_it_names(manifest: Manifest) -> None:
+    """One binding goes, another comes, and models stay; a wrong name changes nothing."""
+    manifest.bind(binding(544))
+    with pytest.raises(ManifestError):
+        manifest.rebind(binding(640).binding_id, binding(1088))
+    assert manifest.binding() == binding(544)
+    manifest.rebind(binding(544).binding_id, binding(640))
+    assert manifest.binding() == binding(640)
+    assert manifest.bind(binding(544)) == (binding(640), False)
+
+
+def test_an_unbound_manifest_is_not_rebound(manifest: Manifest) -> None:
+    """There is nothing to replace."""
+    with pytest.raises(ManifestError):
+        manifest.rebind(binding(544).binding_id, binding(640))
+    assert manifest.binding() is None
+
+
 def test_binding_survives_reopening(path: Path) -> None:
     """Every field of the binding is there after a restart."""
     opened = Manifest.open(path)

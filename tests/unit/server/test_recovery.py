@@ -145,3 +145,62 @@ def test_another_base_is_only_a_note() -> None:
     decision = decide(found(bound, stamp=bound), settings(base_chunk_size=1024))
     assert decision.binding == bound
     assert len(decision.notes) == 1
+
+
+def rebound() -> Found:
+    """A rebind that stopped after the store's stamp."""
+    new = binding(640, at="2026-02-02T00:00:00.000000+00:00")
+    return replace(found(binding(), stamp=new, has_objects=True), replaced=binding().binding_id)
+
+
+def test_a_rebind_between_its_two_writes_is_completed() -> None:
+    """The stamp that says what it replaced holds, and the manifest has to follow."""
+    seen = rebound()
+    assert seen.binding == seen.stamp
+    decision = decide(seen, AUTO)
+    assert decision.binding == seen.stamp
+    assert decision.replaces == binding().binding_id
+    assert "rebind" in decision.notes[0]
+    # Flags are judged by the new size.
+    decide(seen, settings(chunk_size=640))
+    with pytest.raises(BindingMismatch):
+        decide(seen, settings(chunk_size=544))
+
+
+def test_a_finished_rebind_is_an_ordinary_start() -> None:
+    """A note of the old binding that is still in the store says nothing any more."""
+    seen = rebound()
+    assert seen.stamp is not None
+    done = replace(seen, snapshot=ManifestSnapshot(1, seen.stamp, [], [], []))
+    assert decide(done, AUTO) == Decision(seen.stamp)
+
+
+@pytest.mark.parametrize("what", ["another manifest", "another store"])
+def test_the_note_of_a_rebind_speaks_of_one_binding_of_one_store(what: str) -> None:
+    """A stamp that replaced something else than what the manifest has is foreign."""
+    seen = rebound()
+    if what == "another manifest":
+        other = binding(at="2026-03-03T00:00:00.000000+00:00")
+        seen = replace(seen, snapshot=ManifestSnapshot(1, other, [], [], []))
+    else:
+        seen = replace(seen, uuid="b" * 32, stamp=binding(640, uuid="b" * 32))
+    with pytest.raises(StoreMismatch):
+        decide(seen, AUTO)
+
+
+@pytest.mark.parametrize(
+    ("seen", "verb"),
+    [
+        (found(None, stamp=binding()), "recover"),
+        (found(None, StoreState.DAMAGED), "reset"),
+        (found(None, has_objects=True), "reset"),
+        (found(binding(), has_objects=True), "reset"),
+        (found(binding(), stamp=binding(640)), "reset"),
+        (found(binding(), uuid="b" * 32), "reset"),
+    ],
+)
+def test_refusals_name_the_verb_that_resolves_them(seen: Found, verb: str) -> None:
+    """Each hint holds a command to copy."""
+    with pytest.raises(StoreMismatch) as refusal:
+        decide(seen, AUTO)
+    assert f"lmcache-persist {verb} /nowhere" in str(refusal.value.hint)

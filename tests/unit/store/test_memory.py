@@ -29,9 +29,17 @@ class Tier:
         self.now_s = 100.0
 
     def reserve(
-        self, key: bytes, *, rank: int = 0, world: int = 1, nbytes: int = PAGE, owner: str = "a"
+        self,
+        key: bytes,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        nbytes: int = PAGE,
+        owner: str = "a",
+        group: int = 0,
     ) -> Reservation | None:
-        return self.memory.reserve(owner, ChunkKey(key), rank, {0: nbytes}, world, 0b1, self.now_s)
+        sizes = {group: nbytes}
+        return self.memory.reserve(owner, ChunkKey(key), rank, sizes, world, self.now_s)
 
     def write(self, reservation: Reservation) -> None:
         for slot in reservation.slots.values():
@@ -46,7 +54,7 @@ class Tier:
         """Reserve, commit, and have it written."""
         ready = self.commit(self.reserve(key))
         assert ready is not None
-        self.memory.written(ready.entry, durable=True)
+        self.memory.written(ready, durable=True)
 
 
 @pytest.fixture
@@ -66,10 +74,10 @@ def test_a_committed_chunk_is_visible_and_pinned_until_written(tier: Tier) -> No
     """Between commit and write the slots cannot be evicted; durable_seq waits for the write."""
     ready = tier.commit(tier.reserve(key(1)))
     assert ready is not None
-    assert ready.entry.visible
+    assert ready.entry.mask() == 0b1
     assert tier.sequence.durable_seq == 0
     assert tier.memory.allocate([POOL_BYTES]) is None
-    tier.memory.written(ready.entry, durable=True)
+    tier.memory.written(ready, durable=True)
     assert tier.sequence.durable_seq == 1
     assert tier.memory.allocate([POOL_BYTES]) == [0]
     assert tier.memory.get(ChunkKey(key(1))) is None
@@ -150,12 +158,12 @@ def test_a_chunk_waits_for_all_its_ranks(tier: Tier) -> None:
     assert tier.commit(tier.reserve(key(1), rank=0, world=2)) is None
     entry = tier.memory.get(ChunkKey(key(1)))
     assert entry is not None
-    assert not entry.visible
+    assert entry.mask() == 0
     ready = tier.commit(tier.reserve(key(1), rank=1, world=2))
     assert ready is not None
     assert set(ready.entry.slots) == {Place(0, 0), Place(1, 0)}
     assert tier.sequence.durable_seq == 0
-    tier.memory.written(ready.entry, durable=True)
+    tier.memory.written(ready, durable=True)
     assert tier.sequence.durable_seq == 2
 
 
@@ -184,7 +192,7 @@ def test_the_same_object_committed_twice_is_kept_once(tier: Tier) -> None:
     ready = tier.commit(first)
     assert ready is not None
     assert tier.commit(second, owner="b") is None
-    tier.memory.written(ready.entry, durable=True)
+    tier.memory.written(ready, durable=True)
     assert tier.memory.allocator.free_bytes == POOL_BYTES - PAGE
     assert tier.sequence.durable_seq == 2
 
@@ -193,16 +201,16 @@ def test_a_failed_write_keeps_the_chunk_in_memory_only(tier: Tier) -> None:
     """What the disk refused is counted, still readable, and may be evicted."""
     ready = tier.commit(tier.reserve(key(1)))
     assert ready is not None
-    tier.memory.written(ready.entry, durable=False)
+    tier.memory.written(ready, durable=False)
     assert tier.memory.dropped == 1
-    assert ready.entry.visible
+    assert ready.entry.mask() == 0b1
     assert tier.memory.allocate([POOL_BYTES]) == [0]
 
 
 def test_a_part_completed_from_disk_is_settled(tier: Tier) -> None:
     """When the other ranks' objects come from disk, the waiting commit is not stuck."""
     tier.commit(tier.reserve(key(1), rank=0, world=2))
-    entry = tier.memory.loading(ChunkKey(key(1)), 2, 0b1, 0b1, tier.now_s)
+    entry = tier.memory.loading(ChunkKey(key(1)), 2, 0b1, tier.now_s)
     tier.memory.pin(entry)
     offsets = tier.memory.allocate([PAGE])
     assert offsets is not None
@@ -211,4 +219,53 @@ def test_a_part_completed_from_disk_is_settled(tier: Tier) -> None:
     entry.slots[Place(1, 0)] = Slot(offsets[0], PAGE, ready=True)
     tier.memory.unpin(entry)
     assert tier.sequence.durable_seq == 1
+    assert tier.memory.allocate([POOL_BYTES]) == [0]
+
+
+def test_a_group_that_comes_later_is_written_alone(tier: Tier) -> None:
+    """A state joins its chunk while the rest is being written, and is durable after its own
+    write only.
+    """
+    first = tier.commit(tier.reserve(key(1), group=0))
+    late = tier.commit(tier.reserve(key(1), group=1))
+    assert first is not None
+    assert late is not None
+    assert (first.mask, late.mask, late.entry.mask()) == (0b01, 0b10, 0b11)
+    tier.memory.written(first, durable=True)
+    assert tier.sequence.durable_seq == 1
+    assert tier.memory.allocate([POOL_BYTES]) is None
+    tier.memory.written(late, durable=True)
+    assert tier.sequence.durable_seq == 2
+    assert tier.memory.allocate([POOL_BYTES]) == [0]
+
+
+def test_a_group_whose_chunk_is_on_disk_only_is_written(tier: Tier) -> None:
+    """It waits for no other group: the disk tier merges it."""
+    late = tier.commit(tier.reserve(key(1), group=1))
+    assert late is not None
+    assert (late.mask, late.entry.mask()) == (0b10, 0b10)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_late_part_in_vain_leaves_the_rest(tier: Tier, refused: bool) -> None:
+    """Another rank got no room for its state, or never sent it: the chunk itself stays."""
+    for rank in (0, 1):
+        ready = tier.commit(tier.reserve(key(1), rank=rank, world=2))
+    assert ready is not None
+    tier.memory.written(ready, durable=True)
+    tier.now_s += 10 * PARTIAL_S
+    if refused:
+        tier.memory.lease(ready.entry)
+        too_large = tier.reserve(key(1), rank=1, world=2, group=1, nbytes=2 * POOL_BYTES)
+        assert too_large is None
+        tier.memory.unlease(ready.entry)
+    assert tier.commit(tier.reserve(key(1), world=2, group=1)) is None
+    if not refused:
+        tier.memory.tick(tier.now_s + 0.9 * PARTIAL_S)
+        assert tier.sequence.durable_seq == 2
+        tier.memory.tick(tier.now_s + 1.1 * PARTIAL_S)
+    assert tier.sequence.durable_seq == 3
+    assert ready.entry.mask() == 0b1
+    assert tier.memory.get(ready.entry.key) is ready.entry
+    assert tier.memory.allocator.free_bytes == POOL_BYTES - 2 * PAGE
     assert tier.memory.allocate([POOL_BYTES]) == [0]

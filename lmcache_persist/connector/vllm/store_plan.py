@@ -1,0 +1,95 @@
+"""Which blocks of a step are stored, chunk by chunk and group by group. Pure.
+
+Full and sliding groups are stored when a chunk is complete: later the engine drops what
+lies behind its window. A recurrent group is stored where the engine left a state at a
+chunk's end, which it does at few of them, and in a step of its own choosing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lmcache_persist.connector.vllm.metadata import StoreJob
+from lmcache_persist.geometry import Group, GroupKind, object_blocks
+
+States = Mapping[int, int]
+"""Block ids of recurrent groups' states, by group."""
+
+
+def boundary_states(
+    groups: Sequence[Group],
+    tables: Sequence[Sequence[int]],
+    offers: Iterable[tuple[int, int, int]],
+    computed: int,
+    chunk_size: int,
+    null_block: int,
+) -> dict[int, dict[int, int]]:
+    """Where a step leaves a recurrent state at the end of a chunk.
+
+    Args:
+        groups: the geometry.
+        tables: per group the request's block ids.
+        offers: the engine's own (group, block id, tokens): exact states, to be read at the
+            end of this step.
+        computed: tokens of the request whose KV is there when the step is over.
+        chunk_size: tokens.
+        null_block: id that stands for no block.
+
+    Returns:
+        Per chunk, by its number, the block that holds each group's state at its end.
+        Blocks of earlier steps are never named: the engine may have given them away, or
+        the state in them may have moved on.
+    """
+    found: dict[int, dict[int, int]] = {}
+    recurrent = {index for index, one in enumerate(groups) if one.kind is GroupKind.RECURRENT}
+    for group, block, tokens in offers:
+        inside = 0 < tokens <= computed and tokens % chunk_size == 0
+        if inside and group in recurrent and block != null_block:
+            found.setdefault(tokens // chunk_size - 1, {})[group] = block
+    if computed and computed % chunk_size == 0:
+        for group in recurrent:
+            last = computed // groups[group].tokens_per_block - 1
+            if last < len(tables[group]) and tables[group][last] != null_block:
+                chunk = found.setdefault(computed // chunk_size - 1, {})
+                chunk.setdefault(group, tables[group][last])
+    return found
+
+
+def plan_stores(
+    groups: Sequence[Group],
+    tables: Sequence[Sequence[int]],
+    hashes: Sequence[bytes],
+    chunks: range,
+    states: Mapping[int, States],
+    chunk_size: int,
+    null_block: int,
+) -> list[StoreJob]:
+    """The stores of a step: ``chunks`` are complete now, ``states`` may be of others.
+
+    A group one of whose blocks is null is left out of its chunk.
+    """
+    jobs = []
+    for chunk in sorted({*chunks, *states}):
+        mask, block_ids = 0, []
+        for index, (group, table) in enumerate(zip(groups, tables, strict=True)):
+            ids: tuple[int, ...] = ()
+            if group.kind is GroupKind.RECURRENT:
+                state = states.get(chunk, {}).get(index)
+                ids = () if state is None else (state,)
+            elif group.cacheable and chunk in chunks:
+                ids = _blocks_of(group, table, chunk, chunk_size, null_block)
+            if ids:
+                mask |= 1 << index
+            block_ids.append(ids)
+        if mask:
+            jobs.append(StoreJob(bytes(hashes[chunk]), mask, tuple(block_ids)))
+    return jobs
+
+
+def _blocks_of(
+    group: Group, table: Sequence[int], chunk: int, chunk_size: int, null_block: int
+) -> tuple[int, ...]:
+    """The blocks of a chunk's object, or none if one of them is not there."""
+    end = (chunk + 1) * (chunk_size // group.tokens_per_block)
+    ids = tuple(table[end - object_blocks(group, chunk_size) : end])
+    return () if len(table) < end or null_block in ids else ids

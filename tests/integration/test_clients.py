@@ -1,0 +1,288 @@
+"""Clients that stop, die, fork, share a process or live in another PID namespace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_persist.connector import CacheClient, ClientOptions
+from lmcache_persist.errors import LeaseError
+from lmcache_persist.hashing import ChunkHash, ChunkHasher
+from support.client_child import ClientProcess
+from support.server import ServerProcess
+from support.waiting import stays, wait_until
+
+OBJECT = 1 << 20
+SHARE = 16
+"""Objects of that size in half of the pool of 32 MiB."""
+MakeClient = Callable[..., ClientProcess]
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[MakeClient]:
+    """Makes clients as processes of their own, joined under a name; all are killed at the end."""
+    made: list[ClientProcess] = []
+
+    def make(name: str, prefix: list[str] | None = None) -> ClientProcess:
+        made.append(ClientProcess(server.url, prefix or []))
+        made[-1].call("join", name, OBJECT)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
+
+
+@pytest.fixture
+def stats(server: ServerProcess) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Asks the server for its numbers."""
+    with CacheClient(server.url, kind="cli", options=ClientOptions(request_timeout_s=5)) as cli:
+        cli.wait_connected(20)
+        yield lambda: cli.stats(20)
+
+
+def locks(server: ServerProcess) -> list[str]:
+    """The client lock files beside the pool."""
+    return sorted(path.name for path in server.pool_dir.glob("*.clients/*"))
+
+
+Stats = Callable[[], dict[str, Any]]
+
+
+def test_a_stopped_client_keeps_its_share_only(client: MakeClient, stats: Stats) -> None:
+    """Others store and load beside a stopped client; its own load is good when it wakes."""
+    sleeper, other = client("sleeper"), client("other")
+    assert sleeper.call("store", 1, 8) == 8
+    sleeper.call("flush")
+    assert sleeper.call("hold", 1, 8) == 8
+    # With leases of 8 there is room for 8 reservations, whatever it asks for.
+    assert len(sleeper.call("reserve", 2, 12)) == SHARE - 8
+    sleeper.call("fill")
+    sleeper.signal(signal.SIGSTOP)
+    try:
+        # Far more than the pool goes through the half that is left.
+        for prompt in range(10, 16):
+            assert other.call("store", prompt, 6) == 6
+            other.call("flush")
+            assert other.call("lookup", prompt, 6) == 6
+        assert stats()["leased_bytes"] == 8 * OBJECT
+        assert stats()["pool"]["reservations"] == SHARE - 8
+        assert stats()["counters"]["dead_clients"] == 0
+    finally:
+        sleeper.signal(signal.SIGCONT)
+    assert sleeper.call("check") == 8
+    assert sleeper.call("commit") == []
+    assert sleeper.call("lookup", 2, 8) == 8
+    sleeper.call("release")
+    wait_until(lambda: stats()["leased_bytes"] == 0, "leases are back")
+
+
+def test_a_silent_client_is_not_reaped(client: MakeClient, stats: Stats) -> None:
+    """Silence of any length is no death: a stopped client is there, and served when it wakes."""
+    quiet = client("quiet")
+    assert quiet.call("store", 1, 2) == 2
+    sessions = stats()["sessions"]
+    quiet.signal(signal.SIGSTOP)
+    try:
+        # Longer than several looks at the locks; the server decides by nothing but them.
+        stays(lambda: stats()["sessions"] == sessions, "its session is there", 2.0)
+    finally:
+        quiet.signal(signal.SIGCONT)
+    assert quiet.call("lookup", 1, 2) == 2
+
+
+def test_one_process_has_one_share(client: MakeClient) -> None:
+    """A scheduler and a worker in one process hold half of the pool between them."""
+    both, other = client("both"), client("other")
+    both.call("join_scheduler")
+    assert both.call("store", 1, 12) == 12
+    both.call("flush")
+    assert both.call("hold", 1, 12) == 12
+    assert len(both.call("reserve", 2, 12)) == SHARE - 12
+    assert other.call("store", 3, 8) == 8
+    assert both.call("check") == 12
+
+
+def test_scheduler_and_worker_in_one_process_die_together(
+    client: MakeClient, stats: Stats, server: ServerProcess
+) -> None:
+    """Two clients of one process share one lock; closing one leaves the other alive."""
+    both = client("both")
+    both.call("join_scheduler")
+    assert len(locks(server)) == 1
+    assert both.call("store", 1, 4) == 4
+    assert both.call("hold", 1, 4) == 4
+    assert stats()["sessions"] == 3
+    stays(lambda: stats()["counters"]["dead_clients"] == 0, "nobody is dead", 1.2)
+    both.kill()
+    wait_until(lambda: stats()["sessions"] == 1, "both sessions ended")
+    assert stats()["leased_bytes"] == 0
+    wait_until(lambda: locks(server) == [], "its lock file is gone")
+
+
+def test_death_between_reserve_and_commit(client: MakeClient, stats: Stats) -> None:
+    """What a killed client had reserved and written is never found, and its slots come back."""
+    dying, other = client("dying"), client("other")
+    assert len(dying.call("reserve", 5, 8)) == 8
+    dying.call("fill")
+    free = stats()["pool"]["free_bytes"]
+    dying.kill()
+    wait_until(lambda: stats()["pool"]["reservations"] == 0, "reservations end")
+    wait_until(lambda: stats()["pool"]["free_bytes"] == free + 8 * OBJECT, "slots are free again")
+    assert other.call("lookup", 5, 8) == 0
+    assert other.call("store", 5, 8) == 8
+    assert other.call("lookup", 5, 8) == 8
+
+
+def test_death_while_holding_leases(client: MakeClient, stats: Stats) -> None:
+    """Leases of a killed client end; what it had leased can be evicted again."""
+    dying, other = client("dying"), client("other")
+    assert dying.call("store", 1, 12) == 12
+    dying.call("flush")
+    assert dying.call("hold", 1, 12) == 12
+    dying.kill()
+    wait_until(lambda: stats()["leased_bytes"] == 0, "leases end")
+    for prompt in (2, 3, 4):
+        assert other.call("store", prompt, 12) == 12
+        other.call("flush")
+        assert other.call("lookup", prompt, 12) == 12
+
+
+def test_a_forked_child_keeps_nothing_alive(
+    client: MakeClient, stats: Stats, server: ServerProcess
+) -> None:
+    """A forked child neither ends nor prolongs what its parent holds."""
+    parent = client("parent")
+    assert parent.call("store", 1, 4) == 4
+    assert parent.call("hold", 1, 4) == 4
+    first = parent.call("fork")
+    parent.call("kill_fork", first)
+    # The child's end closed its copies of all descriptors; the parent's lock stands.
+    stays(lambda: stats()["counters"]["dead_clients"] == 0, "the parent lives", 1.2)
+    assert parent.call("check") == 4
+    assert parent.call("lookup", 1, 4) == 4
+    second = parent.call("fork")
+    try:
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_until(lambda: stats()["leased_bytes"] == 0, "the dead parent's leases end")
+        os.kill(second, 0)  # the child lives, and holds nothing
+    finally:
+        os.kill(second, signal.SIGKILL)
+    wait_until(lambda: locks(server) == [], "the lock file is gone")
+
+
+UNSHARE = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> list[str]:
+    """A command prefix that starts a process as PID 1 of a namespace of its own."""
+    try:
+        done = subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=20)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if done.returncode:
+        pytest.skip(f"no PID namespaces here: {done.stderr.decode(errors='replace').strip()}")
+    return UNSHARE
+
+
+def test_clients_in_other_pid_namespaces(
+    client: MakeClient, stats: Stats, namespaces: list[str]
+) -> None:
+    """Two clients that are both PID 1 are told apart, and the death of one is noticed."""
+    one, two = client("one", namespaces), client("two", namespaces)
+    assert one.call("store", 1, 4) == 4
+    assert one.call("hold", 1, 4) == 4
+    assert two.call("store", 2, 4) == 4
+    assert two.call("hold", 2, 4) == 4
+    stays(lambda: stats()["counters"]["dead_clients"] == 0, "both live", 1.2)
+    one.kill()
+    wait_until(lambda: stats()["leased_bytes"] == 4 * OBJECT, "the dead one's leases end")
+    assert two.call("check") == 4
+    assert two.call("lookup", 1, 4) == 4
+    assert stats()["counters"]["dead_clients"] == 1
+
+
+def test_a_server_in_another_pid_namespace(
+    make_server: Callable[..., ServerProcess], namespaces: list[str]
+) -> None:
+    """A server that is PID 1 sees clients of another namespace live and die."""
+    server = make_server()
+    server.command = [*namespaces, *server.command]
+    server.start()
+    with ClientProcess(server.url) as one, ClientProcess(server.url) as two:
+        one.call("join", "one", OBJECT)
+        two.call("join", "two", OBJECT)
+        assert one.call("store", 1, 4) == 4
+        assert len(one.call("reserve", 2, 8)) == 8
+        with CacheClient(server.url, kind="cli") as cli:
+            cli.wait_connected(20)
+            stays(lambda: cli.stats(20)["pool"]["reservations"] == 8, "it lives", 1.2)
+            one.kill()
+            wait_until(lambda: cli.stats(20)["pool"]["reservations"] == 0, "it died")
+        assert two.call("lookup", 1, 4) == 4
+
+
+def test_a_pool_of_a_server_in_another_pid_namespace_stays(
+    make_server: Callable[..., ServerProcess], namespaces: list[str], root: Path
+) -> None:
+    """A start sweeps the pools of the dead only, whatever the PID namespace of the living."""
+    shared = root / "shm"
+    first = make_server(name="a", pool_dir=shared)
+    first.command = [*namespaces, *first.command]
+    first.start()
+    second = make_server(name="b", pool_dir=shared)
+    second.command = [*namespaces, *second.command]
+    second.start()
+    assert len(list(shared.glob("*.pool"))) == 2
+    with ClientProcess(first.url) as one:
+        one.call("join", "one", OBJECT)
+        assert one.call("store", 1, 4) == 4
+        second.kill()
+        second.start()
+        assert len(list(shared.glob("*.pool"))) == 2
+        assert one.call("lookup", 1, 4) == 4
+
+
+def test_a_client_without_a_lock_holds_nothing(server: ServerProcess) -> None:
+    """A session without a client lock gets neither slots nor leases."""
+    with CacheClient(server.url, kind="cli", options=ClientOptions(request_timeout_s=5)) as cli:
+        cli.wait_connected(20)
+        with pytest.raises(LeaseError, match="client lock"):
+            cli.reserve(engine="e", rank=0, hashes=[b"h" * 32], masks=[1]).result(20)
+
+
+def test_a_lookup_outlives_its_worker(
+    server: ServerProcess, client: MakeClient, stats: Stats
+) -> None:
+    """A worker that dies while its scheduler's lookup waits for room costs no answer, no lease."""
+    worker, first, second = client("worker"), client("first"), client("second")
+    assert worker.call("store", 1, 4) == 4
+    worker.call("flush")
+    for number, holder in enumerate((first, second)):
+        assert holder.call("store", 10 + number, SHARE) == SHARE
+        holder.call("flush")
+        assert holder.call("hold", 10 + number, SHARE) == SHARE
+    options = ClientOptions(request_timeout_s=5, lookup_timeout_s=20)
+    with CacheClient(server.url, kind="scheduler", options=options) as scheduler:
+        scheduler.wait_connected(20)
+        hashes: list[ChunkHash] = []
+        ChunkHasher(256).extend(hashes, [1, *range(4 * 256)])
+        handle = scheduler.lookup(engine="worker", hashes=hashes, num_tokens=4 * 256 + 1)
+        wait_until(lambda: stats()["lookups_open"] == 3, "the lookup is there")
+        stays(lambda: handle.poll() is None, "it waits: the pool is held", 0.5)
+        worker.kill()
+        wait_until(lambda: len(stats()["engines"]) == 2, "the worker is gone")
+        first.call("release")
+        result = wait_until(handle.poll, "the lookup is decided")
+        assert (result.tokens, result.error) == (4 * 256, None)
+        handle.release()
+        second.call("release")
+        wait_until(lambda: stats()["leased_bytes"] == 0, "all leases are back")
+    assert "defect in the server" not in server.log()
