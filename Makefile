@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := lmcache_persist tests $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt check test unit crash engine bench demo clean ci
+.PHONY: help venv fmt check test unit crash engine fuzz bench demo clean ci
 
 help:  ## this text
 	@awk -F ':.*## *' '/^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ crash: $(STAMP)  ## tests that kill processes at named points
 
 engine: $(STAMP)  ## tests with a real vLLM engine on the CPU
 	$(PYTEST) tests/engine --durations=0
+
+FUZZ_RUNS ?= 5000000
+fuzz: $(STAMP)  ## coverage-guided fuzzing of the protocol, long (FUZZ_RUNS=n); findings in build/fuzz
+	mkdir -p build/fuzz
+	$(BIN)/python tests/fuzz/fuzz_protocol.py -atheris_runs=$(FUZZ_RUNS) -max_len=65536 \
+		-rss_limit_mb=512 -artifact_prefix=build/fuzz/found- build/fuzz tests/fuzz/corpus
 
 bench: $(STAMP)  ## benchmarks: print figures, gate nothing
 	$(BIN)/python -m benchmarks

@@ -72,12 +72,20 @@ def _model(row: ModelRow, earlier: Sequence[ModelRow], usage: Usage | None) -> d
 
 
 def _difference(row: ModelRow, earlier: Sequence[ModelRow]) -> dict[str, Any] | None:
-    """Why a model of the same name does not share with the one seen before it."""
-    before = next((other for other in reversed(earlier) if other.name == row.name), None)
-    if before is None:
+    """Why a model does not share with one of the same name that was there before it.
+
+    Of several the one that it differs from in the fewest fields, the last one of those:
+    what was changed once and changed back is not named again.
+    """
+    before = [
+        (differing_fields(_whole(other), _whole(row)), other)
+        for other in reversed(earlier)
+        if other.name == row.name
+    ]
+    if not before:
         return None
-    fields = differing_fields(_whole(before), _whole(row))
-    return {"fingerprint": before.fingerprint, "fields": fields[:MAX_DIFFERENCES]}
+    fields, nearest = min(before, key=lambda pair: len(pair[0]))
+    return {"fingerprint": nearest.fingerprint, "fields": fields[:MAX_DIFFERENCES]}
 
 
 def _whole(row: ModelRow) -> dict[str, Any]:

@@ -136,11 +136,11 @@ class LmdbDisk(DiskTier):
         try:
             disk = cls(directory, env, capacity_bytes, relaxed=relaxed)
             disk._begin_use()
+            if not relaxed:
+                data_file.clear_unsynced(directory)
         except BaseException:
             env.close()
             raise
-        if not relaxed:
-            data_file.clear_unsynced(directory)
         return disk
 
     def _begin_use(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import shutil
 import sqlite3
 import tempfile
@@ -23,9 +24,11 @@ from lmcache_persist.connector import ClientOptions
 from lmcache_persist.errors import PersistError
 from lmcache_persist.manifest import BootRow, Manifest, ManifestSnapshot, read_snapshot
 from lmcache_persist.store import offline
-from lmcache_persist.store.base import Place
+from lmcache_persist.store.base import ChunkWrite, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
-from store_support import MIB, UUID, binding, chunk, key, read
+from store_support import MIB, UUID, binding, read
+from store_support import chunk as make_chunk
+from store_support import key as make_key
 from support import mounts
 from support.emulated import EmulatedEngine
 from support.faults import Faults, break_lmdb, break_os, break_sqlite
@@ -36,6 +39,18 @@ MakeServer = Callable[..., ServerProcess]
 CAPACITY = 16 * MIB
 MAX_CALLS = 2000
 NBYTES = MIB + 5
+NUMBERS = range(24)
+
+key = functools.cache(make_key)
+"""The same few chunks are made many hundred times."""
+_chunk = functools.cache(lambda number, sizes: make_chunk(number, dict(sizes)))
+
+
+def chunk(number: int, sizes: dict[Place, int] | int) -> ChunkWrite:
+    """As :func:`store_support.chunk`, kept."""
+    sizes = {Place(0, 0): sizes} if isinstance(sizes, int) else sizes
+    return _chunk(number, tuple(sorted(sizes.items())))
+
 
 # -- the store --------------------------------------------------------------------------------
 
@@ -85,10 +100,11 @@ class StoreRun:
         self._disk.drop([key(23), key(22)])
 
     def reads(self) -> None:
-        for record in filter(None, self._disk.find([key(number) for number in range(24)])):
-            for place in record.objects:
-                sizes = {p: record.objects.nbytes(p) for p in record.objects}
-                number = [n for n in range(24) if key(n) == record.key][0]
+        records = self._disk.find([key(number) for number in NUMBERS])
+        for number, record in zip(NUMBERS, records, strict=True):
+            sizes = {p: record.objects.nbytes(p) for p in record.objects} if record else {}
+            for place in sizes:
+                assert record is not None
                 assert read(self._disk, record, place) == chunk(number, sizes).objects[place]
 
     def close(self) -> None:
@@ -118,7 +134,7 @@ def expected_states(directory: Path) -> dict[str, tuple[Any, ...]]:
         else:
             # A reader beside the writer of the same process is none of LMDB's habits.
             disk = run._disk
-            records = filter(None, disk.find([key(number) for number in range(24)]))
+            records = filter(None, disk.find([key(number) for number in NUMBERS]))
             states[step] = (
                 disk.stamp(),
                 {r.key: (len(r.objects), r.objects.digests) for r in records},

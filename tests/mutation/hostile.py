@@ -82,8 +82,11 @@ MUTATIONS = (
     Mutation(
         "sweep-living-servers-pools",
         "lmcache_persist/store/pool.py",
-        "if try_flock(fd) and os.path.samestat(os.fstat(fd), os.stat(lock)):",
-        "if True:",
+        "if try_flock(fd) and os.path.samestat(os.fstat(fd), os.stat(lock)):\n"
+        "            paths.pool.unlink(missing_ok=True)\n"
+        "            shutil.rmtree(paths.clients, ignore_errors=True)\n"
+        "            lock.unlink(missing_ok=True)\n",
+        "if True:\n            paths.pool.unlink(missing_ok=True)\n",
         (_CLIENTS + "test_a_pool_of_a_server_in_another_pid_namespace_stays",),
     ),
     Mutation(
@@ -170,6 +173,29 @@ MUTATIONS = (
         'if not path.startswith("/") or',
         "if False and",
         (_HOSTILE + "test_a_pool_that_is_no_pool",),
+    ),
+    Mutation(
+        "flood-keeps-the-thread",
+        _CONNECTOR + "transport.py",
+        "for _ in range(_REPLIES_PER_TURN):\n            frames = wire.receive()\n"
+        "            if frames is None:\n                break",
+        "while True:\n            frames = wire.receive()\n"
+        "            if frames is None:\n                break",
+        (_HOSTILE + "test_a_flood_on_a_given_up_connection",),
+    ),
+    Mutation(
+        "fork-inherits-a-held-guard",
+        "lmcache_persist/shm.py",
+        "        cls._guard = threading.Lock()\n",
+        "",
+        ("tests/unit/test_shm.py::test_a_fork_while_a_lock_is_taken",),
+    ),
+    Mutation(
+        "one-failure-holds-up-the-rest",
+        _SERVER + "mailbox.py",
+        "            run(self._queue.popleft())\n",
+        "            self._queue.popleft()()\n",
+        ("tests/unit/server/test_mailbox.py",),
     ),
     Mutation(
         "any-version",

@@ -20,7 +20,7 @@ from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.protocol import Grant
 from support.emulated import TIMEOUT_S, EmulatedEngine, pattern
 
-OPTIONS = ClientOptions(request_timeout_s=5.0, lookup_timeout_s=20.0)
+OPTIONS = ClientOptions(request_timeout_s=5.0, lookup_timeout_s=20.0, pool_idle_s=2.0)
 
 
 class Worker:

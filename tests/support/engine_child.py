@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache_persist.demo import engine_child
@@ -12,6 +13,25 @@ class FallibleEngine(engine_child.Engine):
     """Also breaks what a test wants broken."""
 
     VERBS = (*engine_child.Engine.VERBS, "break_loads", "blank_loads", "groups_of_kind")
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        lora: list[Any] | None = None,
+        **request: Any,
+    ) -> list[dict[str, Any]]:
+        """The demo's, for an adapter where ``lora`` is its (name, number, path)."""
+        if lora is None:
+            return super().generate(prompts, max_tokens, **request)
+        from vllm.lora.request import LoRARequest
+
+        plain = self._llm.generate
+        self._llm.generate = partial(plain, lora_request=LoRARequest(*lora))
+        try:
+            return super().generate(prompts, max_tokens, **request)
+        finally:
+            self._llm.generate = plain
 
     def break_loads(self, broken: bool) -> None:
         """Have an in-process worker lose sight of every pool, or find them again."""

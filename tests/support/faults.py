@@ -191,7 +191,7 @@ def break_sqlite(monkeypatch: pytest.MonkeyPatch, faults: Faults, code: int) -> 
         def execute(self, sql: str, *args: Any) -> Any:
             def action() -> Any:
                 done = super(Cursor, self).execute(sql, *args)
-                if faults.after and faults.nth == len(faults.calls):
+                if faults.active and faults.after and faults.nth == len(faults.calls):
                     self.fetchall()  # SQLite leaves no statement open that it reports as failed
                 return done
 

@@ -184,3 +184,30 @@ def test_two_lookers_do_not_take_each_other_for_a_server(paths: PoolPaths) -> No
         assert server_is_gone(paths)
     finally:
         os.close(fd)
+
+
+FORK_MEANWHILE = """
+import os, signal, sys
+from pathlib import Path
+from lmcache_persist.shm import ClientLock, PoolPaths
+paths = PoolPaths(Path(sys.argv[1]))
+parents = ClientLock.of_process(paths).token
+ClientLock._guard.acquire()  # as another thread might have it
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    own = ClientLock.of_process(paths).token
+    os._exit(0 if own != parents else 1)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_a_fork_while_a_lock_is_taken(paths: PoolPaths) -> None:
+    """A child that was forked while another thread took a lock can take one of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_MEANWHILE, str(paths.pool)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "0", done.stderr

@@ -7,7 +7,7 @@ the engine, a miss costs a prefill. Only start-up refusals are raised.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from vllm.config import VllmConfig
@@ -24,7 +24,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache_persist.connector import CacheClient
 from lmcache_persist.connector.vllm.adapters import Adapters
 from lmcache_persist.connector.vllm.counters import Counters, logger
-from lmcache_persist.connector.vllm.kv_geometry import read_groups
+from lmcache_persist.connector.vllm.kv_geometry import (
+    is_checkpoint,
+    read_groups,
+    scheduling_block_size,
+)
 from lmcache_persist.connector.vllm.media import Items
 from lmcache_persist.connector.vllm.metadata import StepMetadata
 from lmcache_persist.connector.vllm.model_identity import check_identifiable
@@ -34,6 +38,7 @@ from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.startup import start_client
 from lmcache_persist.connector.vllm.worker_side import WorkerSide
 from lmcache_persist.errors import IdentityUnknown
+from lmcache_persist.geometry import GroupKind
 
 REQUIRED_LAYOUT = "LBHNC"
 """Blocks are contiguous, layers outermost: a block of a layer is one page."""
@@ -105,8 +110,17 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return
         self._scheduler = SchedulerSide(
-            self._client, groups, engine_id, settings, self._counters, _requests_of(vllm_config)
+            self._client,
+            groups,
+            engine_id,
+            settings,
+            self._counters,
+            _requests_of(vllm_config),
+            partial(is_checkpoint, kv_cache_config),
         )
+        # Of steps, if states have to be left at block ends; 0: it does not matter.
+        recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
+        self._step_block_size = scheduling_block_size(kv_cache_config) if recurrent else 0
         # Read after this constructor; "fail" would end a request over a cache's failure.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         logger.info("cache: kv_load_failure_policy is recompute, a failed load costs a prefill")
@@ -202,7 +216,21 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
     @_in_service(_nothing)
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt and ask the server for it."""
+        self._mend_block_size()
         self._scheduler_side.on_new_request(request)
+
+    def _mend_block_size(self) -> None:
+        """Have steps end where a block of states ends.
+
+        vLLM 0.32 cuts prefills by ``cache_config.block_size``. Where the engine core is a process
+        of its own on a CPU, that has gone back to 128 by the time it serves, although the
+        groups have 640: no state is left at block ends then, and vLLM's own prefix cache takes
+        the state at 896 for that at 1280.
+        """
+        found, wanted = self._vllm_config.cache_config.block_size, self._step_block_size
+        if wanted and found != wanted:
+            self._vllm_config.cache_config.block_size = wanted
+            logger.warning("cache: vLLM cut steps by %d tokens, now by %d", found, wanted)
 
     @_in_service(lambda: (0, False))
     def get_num_new_matched_tokens(

@@ -21,7 +21,7 @@ from lmcache_persist.connector.vllm.metadata import (
 from lmcache_persist.connector.vllm.requests import Requests, TrackedRequest
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.startup import check_expected
-from lmcache_persist.connector.vllm.store_plan import boundary_states, plan_stores
+from lmcache_persist.connector.vllm.store_plan import IsCheckpoint, boundary_states, plan_stores
 from lmcache_persist.errors import PersistError
 from lmcache_persist.geometry import Group, GroupKind, check_compatible
 from lmcache_persist.hashing import ChunkHasher
@@ -40,6 +40,7 @@ class SchedulerSide:
         settings: the operator's.
         counters: shared with the connector.
         requests: says what identifies a request.
+        is_checkpoint: whether the engine exports a state from inside a step.
 
     Threads: vLLM's scheduler thread only.
     """
@@ -52,9 +53,11 @@ class SchedulerSide:
         settings: ConnectorSettings,
         counters: Counters,
         requests: Requests | None = None,
+        is_checkpoint: IsCheckpoint = lambda group, steps, boundary: False,
     ) -> None:
         self._client = client
         self._groups = tuple(groups)
+        self._is_checkpoint = is_checkpoint
         self._recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
         self._engine_id = engine_id
         self._settings = settings
@@ -315,9 +318,10 @@ class SchedulerSide:
                 continue
             # Draft tokens may be rejected; what is accepted counts in the next step.
             certain = num_scheduled - len(drafts.get(request_id, ()))
-            computed = tracked.request.num_computed_tokens + certain
-            end = min(computed, self._storable_tokens(tracked.request)) // hasher.chunk_size
-            step.stores.extend(self._stores_of(tracked, scheduler_output, computed, end, hasher))
+            computed = tracked.request.num_computed_tokens
+            steps = range(computed, computed + certain)
+            end = min(steps.stop, self._storable_tokens(tracked.request)) // hasher.chunk_size
+            step.stores.extend(self._stores_of(tracked, scheduler_output, steps, end, hasher))
 
     def _storable_tokens(self, request: Any) -> int:
         if self._settings.cache_decode:
@@ -328,7 +332,7 @@ class SchedulerSide:
         self,
         tracked: TrackedRequest,
         scheduler_output: Any,
-        computed: int,
+        steps: range,
         end: int,
         hasher: ChunkHasher,
     ) -> list[StoreJob]:
@@ -336,10 +340,14 @@ class SchedulerSide:
         request_id, size = tracked.request.request_id, hasher.chunk_size
         state = scheduler_output.kv_connector_block_state
         offers = state.boundary_state_offloads.get(request_id, ()) if self._recurrent else ()
-        if end <= tracked.next_store and not (offers or (self._recurrent and computed % size == 0)):
+        if end <= tracked.next_store and not (
+            offers or (self._recurrent and steps.stop % size == 0)
+        ):
             return []
         tables = state.get_block_ids(request_id)
-        states = boundary_states(self._groups, tables, offers, computed, size, self.null_block_id)
+        states = boundary_states(
+            self._groups, tables, offers, steps, size, self.null_block_id, self._is_checkpoint
+        )
         fresh = {c: found for c, found in states.items() if c < end and c not in tracked.states}
         if end <= tracked.next_store and not fresh:
             return []

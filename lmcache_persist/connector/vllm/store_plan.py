@@ -7,10 +7,13 @@ chunk's end, which it does at few of them, and in a step of its own choosing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache_persist.connector.vllm.metadata import StoreJob
 from lmcache_persist.geometry import Group, GroupKind, object_blocks
+
+IsCheckpoint = Callable[[int, range, int], bool]
+"""Of a group, the positions that a step computes, and a boundary among them."""
 
 States = Mapping[int, int]
 """Block ids of recurrent groups' states, by group."""
@@ -20,31 +23,35 @@ def boundary_states(
     groups: Sequence[Group],
     tables: Sequence[Sequence[int]],
     offers: Iterable[tuple[int, int, int]],
-    computed: int,
+    steps: range,
     chunk_size: int,
     null_block: int,
+    is_checkpoint: IsCheckpoint,
 ) -> dict[int, dict[int, int]]:
     """Where a step leaves a recurrent state at the end of a chunk.
 
     Args:
         groups: the geometry.
         tables: per group the request's block ids.
-        offers: the engine's own (group, block id, tokens): exact states, to be read at the
-            end of this step.
-        computed: tokens of the request whose KV is there when the step is over.
+        offers: the engine's own (group, block id, tokens), to be read at the end of this step.
+        steps: positions that the step computes; its stop is where the step ends.
         chunk_size: tokens.
         null_block: id that stands for no block.
+        is_checkpoint: whether the engine exports a state from inside the step.
 
     Returns:
         Per chunk, by its number, the block that holds each group's state at its end.
         Blocks of earlier steps are never named: the engine may have given them away, or
-        the state in them may have moved on.
+        the state in them may have moved on. Nor is an offer for a boundary that the step
+        passes without a checkpoint: the block then holds the state of where it began.
     """
     found: dict[int, dict[int, int]] = {}
+    computed = steps.stop
     recurrent = {index for index, one in enumerate(groups) if one.kind is GroupKind.RECURRENT}
     for group, block, tokens in offers:
-        inside = 0 < tokens <= computed and tokens % chunk_size == 0
-        if inside and group in recurrent and block != null_block:
+        if tokens % chunk_size or group not in recurrent or block == null_block:
+            continue
+        if tokens == computed or is_checkpoint(group, steps, tokens):
             found.setdefault(tokens // chunk_size - 1, {})[group] = block
     if computed and computed % chunk_size == 0:
         for group in recurrent:

@@ -7,17 +7,19 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_persist import protocol
 from lmcache_persist.connector import CacheClient
+from lmcache_persist.connector.transport import Transport
+from lmcache_persist.endpoint import parse_endpoint
 from lmcache_persist.errors import (
     LeaseError,
     MalformedMessage,
     PersistError,
-    RequestTimeout,
     UnsupportedVersion,
 )
 from lmcache_persist.protocol import Found, Grant, PoolInfo, Reserved, SlotRun
@@ -247,31 +249,24 @@ def test_a_chunk_size_out_of_range(serve: Serve, connect: Connect, number: str) 
         client.bind(GROUPS)
 
 
-def test_a_flood_on_a_given_up_connection(serve: Serve, connect: Connect) -> None:
-    """Replies without end on a connection that timed out do not keep the I/O thread busy."""
-    server = serve()
-    server.on(protocol.Reserve, lambda _: None)
-    client = connect("worker", request_timeout_s=0.2)
-    client.register(REGISTRATION)
-    asked = client.reserve(engine="engine", rank=0, hashes=KEYS, masks=[1, 1])
-    wait_until(lambda: server.got(protocol.Reserve), "the server has it")
-    peer, _ = server.last
-    with pytest.raises(RequestTimeout):
-        asked.result(10)
-    stop = threading.Event()
+def test_a_flood_on_a_given_up_connection(url: str) -> None:
+    """Of a connection that timed out so many replies are read per turn, however many come."""
+    owner: Any = SimpleNamespace(on_lost=lambda error: None)
+    transport = Transport(parse_endpoint(url, what="server"), owner, 16)
+    read = 0
 
-    def flood() -> None:
-        while not stop.is_set():
-            for number in range(100):
-                server.send_later([peer, number.to_bytes(8, "big"), b"x"])
-            stop.wait(0.001)
+    def receive() -> list[bytes]:
+        nonlocal read
+        read += 1
+        if read > 10_000:
+            raise AssertionError("the turn has no end")
+        return [b"unknown.", b"x"]
 
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        wait_until(lambda: client.connected, "connected anew under the flood")
-        for number in range(5):
-            client.commit([number]).result(10)
-    finally:
-        stop.set()
-        thread.join()
+    flooded: Any = SimpleNamespace(calls={b"expected": owner}, receive=receive, ended=lambda: False)
+    transport._retired.append(flooded)
+    transport._serve_retired(flooded)
+    assert 0 < read < 1000
+    assert transport._retired == [flooded]
+    transport._retired.clear()
+    transport.start()
+    assert transport.stop(10)

@@ -19,7 +19,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_persist.connector.vllm import layouts
-from lmcache_persist.connector.vllm.kv_geometry import read_groups
+from lmcache_persist.connector.vllm.kv_geometry import (
+    is_checkpoint,
+    read_groups,
+    scheduling_block_size,
+)
 from lmcache_persist.errors import GeometryError, NoCacheableGroup, UnsupportedGroup
 from lmcache_persist.geometry import Group, GroupKind
 
@@ -92,10 +96,31 @@ def test_hybrids_are_read_group_by_group() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "expected"), [(0, 1500, True), (896, 1408, False), (0, 1280, False)]
+)
+def test_checkpoint_inside_a_step(start: int, end: int, expected: bool) -> None:
+    """Only a backend that exports states has them, and not in the block that the step began in."""
+    exporting = mamba(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    for spec, exports in ((exporting, True), (mamba(), False), (full(640), False)):
+        cache_config = config(spec)
+        cache_config.hash_block_size = 640
+        found = is_checkpoint(cache_config, 0, range(start, end), 1280)
+        assert found == (expected and exports)
+    assert not is_checkpoint(config(exporting), 0, range(1500), 1280)
+
+
 def test_states_are_not_sharded_by_context_parallelism() -> None:
     """Every rank of dcp holds the whole state of its block's tokens."""
     found = read_groups(config(mamba(block_size=128), full(32)), 4)
     assert [group.tokens_per_block for group in found] == [128, 128]
+
+
+def test_steps_are_cut_by_the_smallest_cacheable_block() -> None:
+    """As vLLM does it: a small block that takes no part in prefixes does not count."""
+    some = config(mamba(), full(640), full(16))
+    some.kv_cache_groups[2].enable_kv_transfer = False
+    assert scheduling_block_size(some) == 640
 
 
 def test_compressed_tokens_take_fewer_slots() -> None:

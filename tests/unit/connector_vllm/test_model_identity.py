@@ -164,7 +164,10 @@ def _set(**values: Any) -> Callable[[Engine], None]:
         (_change("parallel", decode_context_parallel_size=2), "parallel.dcp"),
         (_change("parallel", prefill_context_parallel_size=2), "parallel.pcp"),
         (_change("load", load_format="mistral"), "load_format"),
-        (_change("model", override_generation_config={"attn_temperature_tuning": True}), GENERATION),
+        (
+            _change("model", override_generation_config={"attn_temperature_tuning": True}),
+            GENERATION,
+        ),
         (_file("generation_config.json", '{"attn_temperature_tuning": 1}'), GENERATION),
         (_file("sparse_attention_config.json"), "files.sparse_attention_config.json"),
         (_file("model.safetensors.index.json"), "files.model.safetensors.index.json"),
@@ -327,7 +330,9 @@ def test_interleaving_counts_where_ranks_share_a_context(engine: Engine) -> None
 
 def test_what_decides_embeddings_counts(engine: Engine) -> None:
     """Pruned videos are other tokens' KV; the size of a cache of items is not."""
-    engine.model.multimodal_config = SimpleNamespace(video_pruning_rate=0.0, mm_processor_cache_gb=4)
+    engine.model.multimodal_config = SimpleNamespace(
+        video_pruning_rate=0.0, mm_processor_cache_gb=4
+    )
     before = engine.identity()
     engine.model.multimodal_config.mm_processor_cache_gb = 0
     assert engine.identity() == before

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lmcache_persist.connector import LookupResult
 from lmcache_persist.connector.vllm.counters import Counters
+from lmcache_persist.connector.vllm.requests import Requests
 from lmcache_persist.connector.vllm.scheduler_side import IDLE_WAIT_S, SchedulerSide
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.errors import ServerUnreachable
 from lmcache_persist.geometry import groups_from_sizes
 from lmcache_persist.hashing import ChunkHasher, ExtraKey, ExtraKind, encode_extra
 from lmcache_persist.protocol import SlotRun
+from support.identities import feature, item, later, lora, write_adapter
 from support.vllm_fakes import FakeClient, binding, blocks, request, step
 
 CHUNK = 8
@@ -23,7 +27,9 @@ TABLE = list(range(1, 40))
 class Side:
     """A scheduler side with one group of 4-token blocks in chunks of 8."""
 
-    def __init__(self, sizes: tuple[int, ...] = (4,), **settings: Any) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...] = (4,), requests: Requests | None = None, **settings: Any
+    ) -> None:
         self.client = FakeClient(binding(CHUNK))
         self.counters = Counters()
         self.side = SchedulerSide(
@@ -32,6 +38,7 @@ class Side:
             "engine",
             ConnectorSettings("ipc://x", **settings),
             self.counters,
+            requests,
         )
 
     def decide(self, tokens: int, **fields: Any) -> None:
@@ -322,11 +329,37 @@ def test_salt_is_in_every_chunk(side: Side) -> None:
     assert side.client.handles[1].hashes == side.client.handles[2].hashes == plain[:3]
 
 
+def test_items_are_in_the_chunks_that_they_overlap(side: Side) -> None:
+    """The extra of each chunk is its own, in lookups and in stores."""
+    one = request(mm_features=[feature(item(pixels=torch.ones(2)), offset=9, length=4)])
+    side.side.on_new_request(one)
+    asked, plain = side.client.handles[0].hashes, hashes(request())[:3]
+    assert asked[0] == plain[0]
+    assert not set(asked[1:]) & set(plain[1:])
+    assert side.side.matched_tokens(one, 0) is None
+    assert side.stores(one, 30)[:3] == asked
+
+
+def test_adapter_that_changes_meanwhile_is_not_stored(tmp_path: Path) -> None:
+    """Files overwritten after the request came: the engine may have loaded either."""
+    adapter = lora(write_adapter(tmp_path / "a"))
+    side = Side(requests=Requests(later()))
+    kept, dropped = request("kept", lora_request=adapter), request("dropped", lora_request=adapter)
+    for one in (kept, dropped):
+        side.side.on_new_request(one)
+    assert len(side.client.handles) == 2
+    assert len(side.stores(kept, 30)) == 3
+    write_adapter(tmp_path / "a", value=2.0)
+    assert side.stores(dropped, 30) == []
+    assert side.counters.snapshot()["requests_not_cached_lora"] == 1
+    assert side.client.handles[1].releases == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora_request": object()},
-        {"mm_features": [object()]},
+        {"lora_request": lora(Path("org/a"))},
+        {"mm_features": [feature(None, name="a caller's")]},
         {"prompt_embeds": object()},
         {"prompt_token_ids": None},
         {"prompt_is_token_ids": [True]},

@@ -20,8 +20,8 @@ HASHES = [bytes([number]) * 32 for number in range(4)]
     ("offers", "computed", "expected"),
     [
         ([(0, 21, 16)], 16, {1: {0: 21}}),
-        ([(0, 21, 16)], 20, {1: {0: 21}}),
-        ([(0, 31, 8), (0, 32, 16)], 20, {0: {0: 31}, 1: {0: 32}}),
+        ([(0, 21, 16)], 20, {}),
+        ([(0, 31, 8), (0, 32, 16)], 20, {0: {0: 31}}),
         ([], 16, {1: {0: 12}}),
         ([], 8, {}),
         ([], 15, {}),
@@ -38,9 +38,17 @@ HASHES = [bytes([number]) * 32 for number in range(4)]
 def test_states_at_chunk_ends(
     offers: list[tuple[int, int, int]], computed: int, expected: dict[int, dict[int, int]]
 ) -> None:
-    """The engine's own offers, or the table where the step ends; never an earlier block."""
+    """The engine's own offers, or the table where the step ends; never an earlier block, and
+    no offer for a boundary that the step passes, unless it is a checkpoint.
+    """
     tables = ([NULL, 12], [], [1, 2, 3, 4], [5])
-    assert boundary_states(GROUPS, tables, offers, computed, 8, NULL) == expected
+
+    def is_checkpoint(group: int, steps: range, boundary: int) -> bool:
+        assert (group, steps) == (0, range(4, computed))
+        return boundary == 8
+
+    found = boundary_states(GROUPS, tables, offers, range(4, computed), 8, NULL, is_checkpoint)
+    assert found == expected
 
 
 def test_objects_of_a_chunk() -> None:

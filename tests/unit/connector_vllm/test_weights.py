@@ -10,6 +10,7 @@ import pytest
 from lmcache_persist.connector.vllm import weights
 from lmcache_persist.connector.vllm.weights import digest_folder, snapshot_commit
 from lmcache_persist.errors import IdentityUnknown
+from support.weights import write_sparse_folder
 
 TENSORS = {"b.weight": 100_000, "a.weight": 64, "c.empty": 0, "d.large": 9 << 20}
 
@@ -103,26 +104,49 @@ def test_every_tensor_has_three_samples_or_is_read_whole() -> None:
         assert offsets[-1] + weights.SAMPLE_BYTES == size
 
 
-def test_cost_grows_with_samples_not_with_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tensors_per_file", "most_reads"), [(35, 5_000), (1000, 65_000)])
+def test_cost_of_a_100_gb_folder_is_in_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors_per_file: int, most_reads: int
 ) -> None:
-    """A tensor of 64 GiB (a sparse file) is identified from less than 8 MiB of it."""
-    path = tmp_path / "model.safetensors"
-    size = 64 << 30
-    text = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + size)
-    read_bytes = 0
+    """100 GiB in 20 (sparse) files, dense or of many experts: 0.02 % of it is read, at most."""
+    reads: list[int] = []
     read = weights._read
 
     def counting(fd: int, num_bytes: int, offset: int) -> bytes:
-        nonlocal read_bytes
-        read_bytes += num_bytes
+        reads.append(num_bytes)
         return read(fd, num_bytes, offset)
 
     monkeypatch.setattr(weights, "_read", counting)
+    write_sparse_folder(tmp_path, 20, tensors_per_file, 100 << 30)
     digest_folder(tmp_path)
-    assert read_bytes < 8 << 20
+    assert 3 * 20 * tensors_per_file < len(reads) < most_reads
+    assert sum(reads) < 20 << 20
+
+
+def test_folders_in_the_folder_count(tmp_path: Path) -> None:
+    """Some models keep a part of their weights one level down; hidden folders are not theirs."""
+    write_weights(tmp_path / "model.safetensors")
+    before = digest_folder(tmp_path)
+    for name in (".cache", "encoder"):
+        (tmp_path / name).mkdir()
+    write_weights(tmp_path / ".cache" / "model.safetensors")
+    assert digest_folder(tmp_path) == before
+    write_weights(tmp_path / "encoder" / "model.safetensors")
+    assert digest_folder(tmp_path) != before
+
+
+def test_small_files_are_digested_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte counts; a file that is no small one, or no file, is said."""
+    path = tmp_path / "config.json"
+    path.write_bytes(b"a" * 1000)
+    before = weights.digest_whole(path)
+    poke(path, 500)
+    assert weights.digest_whole(path) != before
+    monkeypatch.setattr(weights, "MAX_SMALL_FILE_BYTES", 999)
+    with pytest.raises(IdentityUnknown, match="1000 bytes"):
+        weights.digest_whole(path)
+    with pytest.raises(IdentityUnknown, match=r"absent\.json"):
+        weights.digest_whole(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("damage", ["no header", "cut", "offsets", "no json"])
