@@ -61,6 +61,11 @@ class ServerProcess:
         raise ServerFailed(f"server was not ready within {timeout_s:.0f} s:\n{tail}")
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the process lives."""
         return self._process.poll() is None

@@ -128,16 +128,15 @@ MUTATIONS = (
     Mutation(
         "one-rank-is-enough",
         "lmcache_persist/store/memory.py",
-        "for group, count in counts.items() if count == self.world_size)",
-        "for group, count in counts.items() if count)",
+        "for group, count in self._ready().items() if count == self.world_size)",
+        "for group, count in self._ready().items() if count)",
         (MEMORY + "test_a_chunk_waits_for_all_its_ranks",),
     ),
     Mutation(
         "seq-settled-at-commit",
         "lmcache_persist/store/memory.py",
-        "            self.sequence.add(seq)\n",
-        "            self.sequence.add(seq)\n            self.sequence.settle(seq)\n"
-        "            entry.seqs.clear()\n",
+        "            entry.seqs.append(seq)\n            self.sequence.add(seq)\n",
+        "            self.sequence.add(seq)\n            self.sequence.settle(seq)\n",
         (MEMORY + "test_a_committed_chunk_is_visible_and_pinned_until_written",),
     ),
     Mutation(

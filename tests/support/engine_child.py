@@ -1,37 +1,104 @@
-"""An engine for tests: the demo's, with loads that can be made to fail, or to go wrong."""
+"""An engine for tests: driven step by step, and broken where a test wants it broken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from lmcache_persist.demo import engine_child
 
 
-class FallibleEngine(engine_child.Engine):
-    """Also breaks what a test wants broken."""
+class TestEngine(engine_child.Engine):
+    """An in-process engine that is looked into."""
 
-    VERBS = (*engine_child.Engine.VERBS, "break_loads", "blank_loads", "groups_of_kind")
+    __test__ = False
+    VERBS = (
+        *engine_child.Engine.VERBS,
+        "blank_loads",
+        "break_loads",
+        "drive",
+        "groups_of_kind",
+        "held",
+    )
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        lora: list[Any] | None = None,
-        **request: Any,
-    ) -> list[dict[str, Any]]:
-        """The demo's, for an adapter where ``lora`` is its (name, number, path)."""
-        if lora is None:
-            return super().generate(prompts, max_tokens, **request)
-        from vllm.lora.request import LoRARequest
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self._preemptions = 0
+        core = self._core()
+        if core is not None:
+            self._count_preemptions(core.scheduler)
 
-        plain = self._llm.generate
-        self._llm.generate = partial(plain, lora_request=LoRARequest(*lora))
-        try:
-            return super().generate(prompts, max_tokens, **request)
-        finally:
-            self._llm.generate = plain
+    def _count_preemptions(self, scheduler: Any) -> None:
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+    def drive(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add and abort requests at given steps, and step until all are over.
+
+        Args:
+            requests: each has ``id``, ``prompt``, ``max_tokens``; ``start``, the step before
+                which it is added; ``abort``, the one before which it is aborted, or None.
+
+        Returns:
+            ``results`` by id of what was not aborted; ``aborted_in``, the scheduler's states
+            that requests were aborted in; ``preemptions``; ``steps``.
+        """
+        engine, core = self._llm.llm_engine, self._core()
+        before, results, aborted_in, step = self._preemptions, {}, set(), 0
+        last = max(max(one["start"], one.get("abort") or 0) for one in requests)
+        while step <= last or engine.has_unfinished_requests():
+            for one in requests:
+                if one.get("abort") == step:
+                    state = core.scheduler.requests.get(one["id"])
+                    aborted_in.add("finished" if state is None else state.status.name)
+                    engine.abort_request([one["id"]])
+                if one["start"] == step:
+                    self._add(one)
+            for output in engine.step():
+                if output.finished:
+                    results[output.request_id] = self._describe(output)
+            step += 1
+        self.drain()
+        return {
+            "results": results,
+            "aborted_in": sorted(aborted_in),
+            "preemptions": self._preemptions - before,
+            "steps": step,
+        }
+
+    def _add(self, one: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        params = SamplingParams(
+            temperature=0.0,
+            logprobs=1,
+            max_tokens=one["max_tokens"],
+            detokenize=False,
+            ignore_eos=True,
+        )
+        self._llm.llm_engine.add_request(one["id"], tokens_input(one["prompt"]), params)
+
+    def held(self) -> dict[str, int]:
+        """What requests hold between calls: all 0 but for a leak."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        pool = self._core().scheduler.kv_cache_manager.block_pool
+        scheduler = self._core().scheduler.connector._scheduler
+        worker = get_kv_transfer_group()._worker
+        return {
+            # The null block is never free.
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "tracked": len(scheduler._tracked),
+            "loading": len(scheduler._loading) + len(scheduler._new_loads),
+            "reserving": len(worker._asked),
+            "reports": len(worker._loads) + len(worker._finished) + len(worker._failed),
+        }
 
     def break_loads(self, broken: bool) -> None:
         """Have an in-process worker lose sight of every pool, or find them again."""
@@ -70,4 +137,4 @@ def _scatter_zeros(scatter: Callable[..., int]) -> Callable[..., int]:
 
 
 if __name__ == "__main__":
-    engine_child.main(FallibleEngine)
+    engine_child.main(TestEngine)

@@ -43,18 +43,22 @@ class Starter:
         block_size: int | None = 544,
         env: dict[str, str] | None = None,
         settings: dict[str, Any] | None = None,
+        kv_settings: dict[str, Any] | None = None,
         **options: Any,
     ) -> EngineProcess:
         """An engine on the server, or without a cache; not waited for.
 
-        Block size None is vLLM's own choice.
+        Block size None is vLLM's own choice; ``kv_settings`` are all of the connector's, for
+        an engine whose server is not there.
         """
+        if server is not None:
+            kv_settings = self._settings(server, settings or {})
         if block_size is not None:
             options["block_size"] = block_size
         engine = EngineProcess(
             self._model,
             self._folder / f"engine-{next(self._numbers)}.log",
-            settings=None if server is None else self._settings(server, settings or {}),
+            settings=kv_settings,
             options={"dtype": DTYPE, **options},
             env={"PYTHONPATH": PYTHONPATH, **(IN_PROCESS if env is None else env)},
             child="support.engine_child",

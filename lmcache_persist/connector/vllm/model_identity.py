@@ -19,7 +19,7 @@ from lmcache_persist.errors import IdentityUnknown
 from lmcache_persist.identity import canonical_json, check_identity
 
 CONNECTOR_NAME = "vllm"
-CONNECTOR_FORMAT = 2
+CONNECTOR_FORMAT = 1
 """Bumped when the same pages would be stored as other bytes, or read another way."""
 
 WHOLE_LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral"})
