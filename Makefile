@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := lmcache_persist tests $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt check test unit crash engine fuzz bench demo clean ci
+.PHONY: help venv fmt check test unit crash engine fuzz mutate bench demo clean ci
 
 help:  ## this text
 	@awk -F ':.*## *' '/^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,11 +56,14 @@ fuzz: $(STAMP)  ## coverage-guided fuzzing of the protocol, long (FUZZ_RUNS=n); 
 	$(BIN)/python tests/fuzz/fuzz_protocol.py -atheris_runs=$(FUZZ_RUNS) -max_len=65536 \
 		-rss_limit_mb=512 -artifact_prefix=build/fuzz/found- build/fuzz tests/fuzz/corpus
 
+mutate: $(STAMP)  ## break the code in each listed way and see a named test go red
+	cd tests && ../$(BIN)/python -m mutation
+
 bench: $(STAMP)  ## benchmarks: print figures, gate nothing
 	$(BIN)/python -m benchmarks
 
-demo: $(STAMP)  ## a real engine cold and warm, everything killed in between
-	$(BIN)/lmcache-persist demo
+demo: $(STAMP)  ## a real engine cold and warm, all killed in between (MODEL=hybrid)
+	$(BIN)/lmcache-persist demo $(if $(MODEL),--model $(MODEL))
 
 clean:  ## remove what was built, the virtual environment included
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

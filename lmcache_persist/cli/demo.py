@@ -11,17 +11,21 @@ from lmcache_persist.cli.output import ending
 
 @ending
 def demo(
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="llama, or hybrid (states and full attention).")
+    ] = "llama",
     block_size: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Of the engine; a multiple of 32.")
-    ] = 544,
+        int | None,
+        typer.Option(metavar="TOKENS", help="Of the Llama's engine; a multiple of 32. [544]"),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Run a tiny model cold, kill engine and server, run it warm, compare the tokens.
 
     Needs vLLM for CPU (the extra engine-cpu).
 
-    Example: lmcache-persist demo
+    Example: lmcache-persist demo --model hybrid
     """
     from lmcache_persist.demo import run
 
-    return run(block_size=block_size, json_output=json_output)
+    return run(model=model, block_size=block_size, json_output=json_output)

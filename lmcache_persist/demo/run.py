@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,54 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_persist.demo.engine import EngineProcess
-from lmcache_persist.demo.model import make_llama, make_prompt
+from lmcache_persist.demo.model import make_hybrid, make_llama, make_prompt
 from lmcache_persist.demo.server import ServerProcess
 from lmcache_persist.errors import ConfigError
 
-PROMPT_TOKENS = 3900
-"""Long enough that a prefill is felt, short enough for the tiny model's 4096."""
 LAYERS = 8
 NEW_TOKENS = 8
 SIZES = ("--capacity", "1GiB", "--pool-size", "256MiB")
-DTYPE = "float32"
-"""Of the engine. In bfloat16 a near tie is decided by how a prompt is cut into steps: plain
-vLLM's own prefix cache then changes tokens too (measured: 1 of 4 prompts)."""
 BLOCK_MULTIPLE = 32
 """Tokens. What vLLM's CPU backend takes."""
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model for the demo.
+
+    Attributes:
+        title: what it is.
+        make: writes it into a folder.
+        prompt_tokens: long enough that a prefill is felt, short enough for its 4096.
+        options: of the engine.
+    """
+
+    title: str
+    make: Callable[[Path], Path]
+    prompt_tokens: int
+    options: dict[str, Any]
+
+
+SUBJECTS = {
+    # In bfloat16 a near tie is decided by how a prompt is cut into steps: plain vLLM's own
+    # prefix cache then changes tokens too (measured: 1 of 4 prompts).
+    "llama": Subject(
+        f"a Llama of {LAYERS} layers",
+        lambda folder: make_llama(folder, layers=LAYERS),
+        3900,
+        {"dtype": "float32"},
+    ),
+    # 640 tokens a block in bfloat16. Cold and warm runs cut this prompt into the same steps.
+    "hybrid": Subject(
+        "a Qwen3-Next of three linear attention layers and a full one",
+        make_hybrid,
+        1500,
+        {"dtype": "bfloat16"},
+    ),
+}
+"""By the name that ``--model`` takes."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +112,31 @@ class Outcome:
         return self.tokens_equal and self.cold.cached_tokens == 0 < self.warm.cached_tokens
 
 
-def run(*, block_size: int = 544, json_output: bool = False) -> int:
+def run(*, model: str = "llama", block_size: int | None = None, json_output: bool = False) -> int:
     """Run the demo in a temporary folder and print what it found.
 
     Args:
-        block_size: tokens, of the engine.
+        model: one of :data:`SUBJECTS`.
+        block_size: tokens, of the engine; None is 544 for the Llama, and vLLM's own choice
+            for the hybrid, which has no other.
         json_output: print JSON instead of a table.
 
     Returns:
         0 if the warm run restored the prefix and all tokens are equal, else 1.
 
     Raises:
-        ConfigError: the block size is none that the engine takes.
+        ConfigError: there is no such model, or the engine does not take the block size.
         EngineFailed, ServerFailed: a process did not start or did not answer.
     """
-    if block_size <= 0 or block_size % BLOCK_MULTIPLE:
+    subject = _subject(model, block_size)
+    if block_size is not None and (block_size <= 0 or block_size % BLOCK_MULTIPLE):
         raise ConfigError(
             f"--block-size is {block_size}, expected a positive multiple of {BLOCK_MULTIPLE}",
             hint="that is what vLLM's CPU backend takes",
         )
     console = Console(stderr=json_output)
     with tempfile.TemporaryDirectory(prefix="lmcache-persist-demo-") as folder:
-        outcome = play(Path(folder), block_size, console)
+        outcome = play(Path(folder), subject, console)
     if json_output:
         # On stdout alone; the story goes to stderr.
         Console().print_json(json.dumps({**asdict(outcome), "good": outcome.good}))
@@ -110,39 +147,58 @@ def run(*, block_size: int = 544, json_output: bool = False) -> int:
     return 0 if outcome.good else 1
 
 
-def play(folder: Path, block_size: int, console: Console) -> Outcome:
+def _subject(model: str, block_size: int | None) -> Subject:
+    if model not in SUBJECTS:
+        raise ConfigError(
+            f"--model is {model!r}, expected one of {', '.join(SUBJECTS)}",
+            hint=f"try {next(iter(difflib.get_close_matches(model, SUBJECTS)), 'llama')}",
+        )
+    subject = SUBJECTS[model]
+    if model == "llama":
+        return replace(subject, options={**subject.options, "block_size": block_size or 544})
+    if block_size is not None:
+        raise ConfigError(
+            f"--block-size is {block_size}, expected none with --model {model}",
+            hint="its block size follows from the size of its states",
+        )
+    return subject
+
+
+def play(folder: Path, subject: Subject, console: Console) -> Outcome:
     """The whole story, in ``folder``; errors as :func:`run`."""
-    console.print(f"making a Llama of {LAYERS} layers with random weights")
-    model = make_llama(folder / "model", layers=LAYERS)
-    prompt = make_prompt(PROMPT_TOKENS, seed=1)
+    console.print(f"making {subject.title}, with random weights")
+    model = subject.make(folder / "model")
+    options, prompt = subject.options, make_prompt(subject.prompt_tokens, seed=1)
     console.print("an engine without a cache says what is right")
-    plain = _ask(model, folder, prompt, block_size, None)
+    plain = _ask(model, folder, prompt, options, None)
     console.print("server on auto, engine cold")
     with ServerProcess(folder / "data", folder / "server.log", *SIZES) as server:
-        with _start(model, folder, block_size, server.url) as engine:
+        with _start(model, folder, options, server.url) as engine:
             cold = _measure(engine, prompt)
             server.flush()
             console.print("SIGKILL to the server and to the engine's process group")
             server.kill()
     console.print("both again, engine warm")
     with ServerProcess(folder / "data", folder / "server.log", *SIZES) as server:
-        warm = _ask(model, folder, prompt, block_size, server.url)
+        warm = _ask(model, folder, prompt, options, server.url)
         found = server.inspect()
     return Outcome(found["binding"]["chunk_size"], len(prompt), plain, cold, warm, found)
 
 
-def _start(model: Path, folder: Path, block_size: int, url: str | None) -> EngineProcess:
+def _start(model: Path, folder: Path, options: dict[str, Any], url: str | None) -> EngineProcess:
     return EngineProcess(
         model,
         folder / "engine.log",
         settings=None if url is None else {"persist.server": url},
-        options={"block_size": block_size, "dtype": DTYPE},
+        options=options,
         env=_IN_PROCESS,
     )
 
 
-def _ask(model: Path, folder: Path, prompt: list[int], block_size: int, url: str | None) -> Run:
-    with _start(model, folder, block_size, url) as engine:
+def _ask(
+    model: Path, folder: Path, prompt: list[int], options: dict[str, Any], url: str | None
+) -> Run:
+    with _start(model, folder, options, url) as engine:
         return _measure(engine, prompt)
 
 

@@ -105,7 +105,6 @@ def serve(settings: Settings) -> int:
             crash_log = crashes.watch(paths, anew=decision.set_aside)
             stack.callback(crashes.unwatch, crash_log)
             manifest = stack.enter_context(contextlib.closing(Manifest.open(paths.manifest)))
-            ballast.take(paths)
             return _serve_data_dir(
                 settings, paths, lock, boot, manifest, decision, crash_log, first
             )
@@ -156,6 +155,7 @@ def _serve_data_dir(
     except BaseException:
         disk.close()
         raise
+    ballast.take(paths)
     try:
         # Last of all, so that a start that is refused for want of room binds nothing.
         binding = decision.binding

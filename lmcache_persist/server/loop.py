@@ -108,7 +108,7 @@ class Loop:
         self._socket.close(linger=0)
         self._context.term()
         if self._socket_path:  # ours: never somebody else's at the same path
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # gone, or on a disk that turned read-only
                 os.unlink(self._socket_path)
 
     def _receive(self) -> None:

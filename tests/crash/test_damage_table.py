@@ -30,7 +30,7 @@ from lmcache_persist.server.offline import check
 from lmcache_persist.store import format as fmt
 from support.emulated import EmulatedEngine
 from support.files import snapshot
-from support.results import kept_on_failure
+from support.results import SOAKING, kept_on_failure
 from support.server import ServerProcess, short_folder
 from support.waiting import wait_until
 
@@ -322,6 +322,7 @@ def use_until_well(server: ServerProcess) -> int:
     raise AssertionError(f"no server was ever well: {server.log()[-3000:]}")
 
 
+@pytest.mark.timeout(1200)
 def test_noise_anywhere_never_loops(
     prepared: Callable[..., ServerProcess], root: Path, made: Path, seed: int
 ) -> None:
@@ -336,7 +337,7 @@ def test_noise_anywhere_never_loops(
     ]
     used = len(whole.rstrip(b"\0")) // PAGE
     deaths = empty = 0
-    attempts = 40 if os.environ.get("LMCACHE_PERSIST_TEST_SOAK") else 5
+    attempts = 40 if SOAKING else 5
     for attempt in range(attempts):
         shutil.rmtree(server.data_dir)
         shutil.copytree(made / "a", server.data_dir)
@@ -370,6 +371,54 @@ def test_no_engine_is_disturbed(make_server: MakeServer, root: Path) -> None:
         engine.client.flush(20)
         wanted = CHUNK * NUM_CHUNKS
         assert engine.lookup(hashes, wanted + 1).tokens == wanted
+
+
+# -- bad values: each a miss, dropped, counted ------------------------------------------------
+
+
+def bad_extent(change: Callable[[bytes], bytes]) -> Damage:
+    """Change the one extent of the third chunk that was stored."""
+
+    def damage(folder: Path) -> None:
+        store = lmdb.open(
+            str(folder / "store"), writemap=True, map_size=CAPACITY, max_dbs=9, lib_version=0
+        )
+        with closing(store) as env, env.begin(write=True) as txn:
+            extents = env.open_db(b"extents", txn=txn)
+            key, value = list(txn.cursor(db=extents))[2]
+            txn.put(key, change(value), db=extents)
+        (folder / "store" / "lock.mdb").unlink()
+
+    return damage
+
+
+BAD_VALUES = {
+    "empty": lambda value: b"",
+    "one byte short": lambda value: value[:-1],
+    "one byte more": lambda value: value + b"x",
+    "one bit flipped": lambda value: bytes([value[0] ^ 1]) + value[1:],
+    "another chunk's bytes": lambda value: random.Random(1).randbytes(len(value)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_bad_value_is_a_miss(prepared: Callable[..., ServerProcess], name: str) -> None:
+    """It ends the hit before its chunk, is dropped and counted, and can be stored again."""
+    server = prepared(bad_extent(BAD_VALUES[name])).start()
+    with EmulatedEngine(server.url, [CHUNK], options=OPTIONS) as engine:
+        engine.join()
+        wanted = CHUNK * NUM_CHUNKS
+        hashes = engine.hashes(list(range(wanted + 1)))
+        hit = engine.lookup(hashes, wanted + 1).tokens // CHUNK
+        assert hit < NUM_CHUNKS
+        assert engine.client.stats(20)["counters"]["corrupt_chunks"] == 1
+        assert engine.lookup(hashes, wanted + 1).tokens // CHUNK == hit
+        assert engine.client.stats(20)["counters"]["corrupt_chunks"] == 1
+        assert engine.store(hashes) == NUM_CHUNKS
+        engine.client.flush(20)
+        assert engine.lookup(hashes, wanted + 1).tokens == wanted
+    server.kill()
+    assert [str(violation) for violation in check(server.data_dir)] == []
 
 
 # -- foreign, or without its manifest: refused, nothing changed --------------------------------

@@ -21,11 +21,11 @@ from lmcache_persist.server.offline import check
 from lmcache_persist.store.offline import OfflineStore
 from support import mounts
 from support.load import CHUNK, Ledger, Worker, judge, running
-from support.results import kept_on_failure
+from support.results import SOAKING, kept_on_failure
 from support.server import ServerProcess, inspect
 
 MakeServer = Callable[..., ServerProcess]
-CUTS = 20 if os.environ.get("LMCACHE_PERSIST_TEST_SOAK") else 3
+CUTS = 20 if SOAKING else 3
 IMAGE_BYTES = 192 << 20
 OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
 

@@ -5,7 +5,6 @@ The short form runs with the suite; ``make soak`` runs the long one.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 
 from support.load import CHUNK, Contents, Ledger, Worker, contents, judge, running
-from support.results import kept_on_failure
+from support.results import SOAKING, kept_on_failure
 from support.server import ServerProcess
 
 MakeServer = Callable[..., ServerProcess]
-SOAK = "LMCACHE_PERSIST_TEST_SOAK"
-KILLS = 100 if os.environ.get(SOAK) else 6
+KILLS = 100 if SOAKING else 6
 """Per capacity; there are two."""
 LONGEST_LOAD_S = 1.0
 REOPEN_EVERY = 3
@@ -37,7 +35,7 @@ class Figures:
     hits: int = 0
 
 
-@pytest.mark.timeout(60 * KILLS if KILLS > 6 else 240)
+@pytest.mark.timeout(40 * KILLS)
 @pytest.mark.parametrize("capacity", ["32MiB", "1GiB"])
 def test_killed_at_any_moment(
     make_server: MakeServer, root: Path, seed: int, capacity: str

@@ -17,8 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutation.catalog import MUTATIONS, Mutation
+from mutation import catalog, connector_vllm, hostile, identity
+from mutation.catalog import Mutation
 
+MUTATIONS = (
+    *catalog.MUTATIONS,
+    *hostile.MUTATIONS,
+    *connector_vllm.MUTATIONS,
+    *identity.MUTATIONS,
+)
 PROJECT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 

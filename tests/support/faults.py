@@ -65,7 +65,11 @@ class Faults:
         if len(self.calls) != self.nth:
             return action()
         if self.after:
-            action()
+            done = action()
+            if name == "os.open":
+                os.close(done)
+            elif name == "open":
+                done.close()
         raise make()
 
     def os_error(self) -> OSError:

@@ -86,6 +86,20 @@ def copy_as_a_power_cut_leaves_it(image: Path, target: Path) -> None:
     )
 
 
+def break_file_system(folder: Path) -> None:
+    """Let an ext4 find itself in error, as a failing disk does: it turns read-only."""
+    source = next(
+        line.partition(" - ")[2].split()[1]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if line.split()[4] == str(folder)
+    )
+    trigger = Path("/sys/fs/ext4") / Path(source).name / "trigger_fs_error"
+    try:
+        trigger.write_text("a test")
+    except OSError as error:
+        pytest.skip(f"{trigger}: {error.strerror}")
+
+
 def fill(folder: Path, leave_bytes: int = 0) -> Path:
     """A foreign file that takes all room of a file system but ``leave_bytes``."""
     path = folder / "foreign"

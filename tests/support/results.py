@@ -12,6 +12,9 @@ from pathlib import Path
 
 ENV = "RESULTS_DIR"
 
+SOAKING = bool(os.environ.get("SOAK"))
+"""Whether the long forms are wanted: ``make soak``."""
+
 
 def results_dir() -> Path:
     """Where failed tests leave their files; a folder of the system's by default."""

@@ -1,5 +1,6 @@
 """From vLLM's KV cache config to groups and layouts."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -242,6 +244,52 @@ def test_memory_size_is_not_in_the_layout() -> None:
 def test_instruction_set_is_in_the_layout() -> None:
     """Hosts that write other bytes for the same shape have other layouts."""
     assert describe(10, isa="amx") != describe(10, isa="vec")
+
+
+def layout(
+    spec: KVCacheSpec, names: tuple[str, ...] = ("0.a", "0.b"), backend: str = "CPU_ATTN"
+) -> dict:
+    """The layout of two layers of equal caches under one spec."""
+    cache_config = config(spec)
+    cache_config.kv_cache_groups[0].layer_names = list(names)
+    groups = read_groups(cache_config, 1)
+    layers = layouts.read_layers(caches(10), cache_config, groups)
+    module = SimpleNamespace(isa=None, attn_backend=SimpleNamespace(get_name=lambda: backend))
+    context = SimpleNamespace(static_forward_context=dict.fromkeys(names, module))
+    engine = SimpleNamespace(compilation_config=context)
+    return layouts.describe(layers, cache_config, groups, engine)
+
+
+def test_equal_byte_counts_are_not_enough() -> None:
+    """Caches of one shape and size differ by order of layers, backend and every field of a spec."""
+    found = [
+        layout(full()),
+        layout(full(), names=("0.b", "0.a")),
+        layout(full(), backend="OTHER"),
+        layout(full(num_kv_heads=4, head_size=32)),
+        layout(full(dtype=torch.float16)),
+        layout(full(head_size_v=32)),
+        layout(full(sliding_window=512)),
+        layout(full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)),
+    ]
+    texts = {json.dumps(one) for one in found}
+    assert len(texts) == len(found)
+    assert layout(full()) == found[0]
+
+
+def test_layers_that_look_alike_share_a_form() -> None:
+    """A model of two hundred layers fits into a registration."""
+    names = tuple(f"model.layers.{at}.self_attn.attn" for at in range(200))
+    cache_config = config(full())
+    cache_config.kv_cache_groups[0].layer_names = list(names)
+    groups = read_groups(cache_config, 1)
+    registered = dict.fromkeys(names, caches(10)["0.a"])
+    layers = layouts.read_layers(registered, cache_config, groups)
+    found = layouts.describe(layers, cache_config, groups, engine_config())
+    (group,) = found["groups"]
+    assert len(group["layers"]) == 200
+    assert len(group["forms"]) == 1
+    assert len(json.dumps(found)) < 32_768
 
 
 def test_split_blocks_keep_the_engine_s_blocks_first() -> None:

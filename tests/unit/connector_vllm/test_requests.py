@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_persist.connector.vllm.requests import RequestExtra, Requests
-from lmcache_persist.hashing import ChunkHasher
+from lmcache_persist.hashing import ChunkHasher, ExtraKey, ExtraKind, encode_extra
 from lmcache_persist.identity import fingerprint
 from support.identities import feature, item, later, lora, write_adapter
 from support.vllm_fakes import request
@@ -187,9 +187,13 @@ def test_keys_are_one_to_one() -> None:
     assert {len(one) for one in keys} == {64}
 
 
-def test_salt_cannot_spell_an_adapter(tmp_path: Path) -> None:
-    """A salt with the bytes of another kind of extra stays a salt."""
+def test_kinds_of_extra_do_not_mix(tmp_path: Path) -> None:
+    """A salt with the bytes of an adapter's key, or of all of its extra, stays a salt."""
     found = Requests(later()).identify(prompt(lora_request=lora(write_adapter(tmp_path / "a"))))
     assert isinstance(found, RequestExtra)
-    forged = Requests().identify(prompt(cache_salt=found.common.decode("latin-1")))
-    assert hashes(forged) != hashes(found)
+    assert found.adapter is not None
+    key = found.adapter.key
+    assert found.common == encode_extra([ExtraKey(ExtraKind.LORA, key)])
+    for salt in (key, found.common):
+        forged = RequestExtra(encode_extra([ExtraKey(ExtraKind.SALT, salt)]))
+        assert not set(hashes(forged)) & set(hashes(found))

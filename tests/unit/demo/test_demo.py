@@ -20,6 +20,15 @@ def test_block_size_that_no_engine_takes_is_refused(block_size: int) -> None:
         run(block_size=block_size)
 
 
+def test_model_that_is_not_there_is_refused() -> None:
+    """With the ones that are; and a block size that the model would not take."""
+    with pytest.raises(ConfigError, match="expected one of llama, hybrid") as caught:
+        run(model="hybird")
+    assert caught.value.hint == "try hybrid"
+    with pytest.raises(ConfigError, match="expected none with --model hybrid"):
+        run(model="hybrid", block_size=640)
+
+
 def test_prompts_are_reproducible() -> None:
     """The same seed gives the same prompt, a shorter one is a prefix, another seed is another."""
     prompt = make_prompt(1500, seed=3)
