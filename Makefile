@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := lmcache_persist tests $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv fmt check test unit crash engine fuzz mutate bench demo clean ci
+.PHONY: help venv fmt check test unit crash soak engine fuzz mutate bench demo clean ci
 
 help:  ## this text
 	@awk -F ':.*## *' '/^[a-z-]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ unit: $(STAMP)  ## unit and property tests
 
 crash: $(STAMP)  ## tests that kill processes at named points
 	$(PYTEST) tests/crash --durations=10
+
+soak: $(STAMP)  ## the long forms: 200 random kills, 20 power cuts, 40 pages of noise (as root)
+	SOAK=1 $(PYTEST) tests/crash -s -k "any_moment or nothing_durable_is_lost or noise_anywhere"
 
 engine: $(STAMP)  ## tests with a real vLLM engine on the CPU
 	$(PYTEST) tests/engine --durations=0

@@ -14,7 +14,6 @@ data dir, so that a start that is refused afterwards leaves it as it was;
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -27,6 +26,7 @@ from types import TracebackType
 
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable
 from lmcache_persist.filesystems import file_system_of
+from lmcache_persist.posix import sync_folder, try_flock
 
 _HOLDER_BYTES = 2048
 _POLL_S = 0.05
@@ -118,15 +118,6 @@ class Modes:
             ) from error
 
 
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def make_data_dir(path: Path, *, group_id: int | None = None) -> DataDir:
     """Create the data dir if it is absent, check that it can be written.
 
@@ -166,7 +157,7 @@ def _make_missing_folders(path: Path, modes: Modes) -> None:
             with contextlib.suppress(FileExistsError):  # somebody was quicker: as good
                 os.mkdir(folder, 0o700)
                 modes.apply(folder, modes.directory)
-            fsync_folder(folder.parent)
+            sync_folder(folder.parent)
     except OSError as error:
         raise DataDirUnusable(
             f"data dir {path} cannot be created: {error.strerror} ({error.filename or path})",
@@ -233,16 +224,6 @@ def read_holder(data_dir: Path) -> Holder | None:
     if not isinstance(holder.endpoint, str) or not isinstance(holder.boot_id, str):
         return None
     return holder
-
-
-def _try_flock(fd: int, operation: int) -> bool:
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _locked(data_dir: Path) -> DataDirLocked:
@@ -314,9 +295,9 @@ class DataDirLock:
 
     @staticmethod
     def _try(fd: int, paths: DataDir, deadline: float) -> bool:
-        while not _try_flock(fd, fcntl.LOCK_EX):
+        while not try_flock(fd):
             # If it can be shared, no server has it: readers, or another start that looks.
-            if not _try_flock(fd, fcntl.LOCK_SH):
+            if not try_flock(fd, exclusive=False):
                 raise _locked(paths.root)
             fcntl.flock(fd, fcntl.LOCK_UN)
             if time.monotonic() >= deadline:
@@ -392,7 +373,7 @@ class ReaderLock:
                 f"lock file {path} cannot be opened: {error.strerror}",
                 hint="read the data dir as the user that runs its server",
             ) from error
-        if not _try_flock(fd, fcntl.LOCK_SH):
+        if not try_flock(fd, exclusive=False):
             os.close(fd)
             raise _locked(data_dir)
         return cls(fd)

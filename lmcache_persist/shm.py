@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lmcache_persist.errors import LeaseError, MalformedMessage
+from lmcache_persist.posix import try_flock
 
 POOL_PREFIX = "lmcache-persist-"
 DEFAULT_POOL_DIR = "/dev/shm"  # noqa: S108 - the place for POSIX shared memory
@@ -63,17 +64,6 @@ class PoolPaths:
     def client_lock(self, token: str) -> Path:
         """One client's lock; ``token`` is 32 hex digits (checked by the protocol)."""
         return self.clients / token
-
-
-def try_flock(fd: int, *, exclusive: bool = True) -> bool:
-    """Take a flock without waiting; False if somebody else's is in the way."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def server_is_gone(paths: PoolPaths) -> bool:

@@ -6,7 +6,8 @@ import itertools
 import os
 from pathlib import Path
 
-from lmcache_persist.manifest.session import JOURNAL_SUFFIX, WAL_SUFFIX, mapped, sync_folder
+from lmcache_persist.manifest.session import JOURNAL_SUFFIX, WAL_SUFFIX, mapped
+from lmcache_persist.posix import sync_folder
 
 UNREADABLE_SUFFIX = ".unreadable"
 _SUFFIXES = ("", WAL_SUFFIX, "-shm", JOURNAL_SUFFIX)

@@ -11,8 +11,9 @@ from lmcache_persist.manifest import binding as binding_table
 from lmcache_persist.manifest import catalog, registry
 from lmcache_persist.manifest.catalog import BootRow, ModelRow, RejectionRow
 from lmcache_persist.manifest.schema import upgrade
-from lmcache_persist.manifest.session import Database, create_file, mapped, sync_folder
+from lmcache_persist.manifest.session import Database, create_file, mapped
 from lmcache_persist.manifest.snapshot import peek
+from lmcache_persist.posix import sync_folder
 
 DEFAULT_BUSY_TIMEOUT_S = 10.0
 

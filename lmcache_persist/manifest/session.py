@@ -236,12 +236,3 @@ def create_file(path: Path) -> bool:
         return False
     os.chmod(path, FILE_MODE)
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Durable: on return, the names in ``folder``."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -13,9 +13,10 @@ import shutil
 from pathlib import Path
 
 from lmcache_persist import failpoints
-from lmcache_persist.datadir import DataDir, DataDirLock, fsync_folder
+from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import DataDirUnusable, PersistError
 from lmcache_persist.manifest import files, read_snapshot
+from lmcache_persist.posix import sync_folder
 from lmcache_persist.server.offline import Confirm, existing_data_dir
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
@@ -82,10 +83,10 @@ def finish(paths: DataDir) -> None:
             shutil.rmtree(folder)
         for file in paths.root.glob("crash*.log"):
             file.unlink(missing_ok=True)
-        fsync_folder(paths.root)
+        sync_folder(paths.root)
         failpoints.hit("reset.after_store")
         paths.resetting.unlink(missing_ok=True)
-        fsync_folder(paths.root)
+        sync_folder(paths.root)
     except OSError as error:
         raise _cannot(paths, error) from error
 
@@ -93,7 +94,7 @@ def finish(paths: DataDir) -> None:
 def _mark(paths: DataDir) -> None:
     try:
         os.close(os.open(paths.resetting, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        fsync_folder(paths.root)
+        sync_folder(paths.root)
     except OSError as error:
         raise _cannot(paths, error) from error
 

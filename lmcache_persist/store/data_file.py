@@ -20,6 +20,7 @@ from lmcache_persist.errors import (
     StoreDamaged,
     StoreIOError,
 )
+from lmcache_persist.posix import sync_folder
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -197,11 +198,7 @@ def sync_directory(directory: Path) -> None:
         StoreIOError: as said.
     """
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(directory)
     except OSError as error:
         raise StoreIOError(f"folder {directory} cannot be synced: {error.strerror}") from error
 

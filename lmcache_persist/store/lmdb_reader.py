@@ -63,6 +63,7 @@ class StoreReader:
         self._last_read = 0
         self._closed = False
         self._bad_records = Throttle(logger)
+        self._taken: dict[ChunkKey, int | None] = {}
         self._bad: dict[ChunkKey, int | None] = {}  # serial, None: the record itself
         with mapping_errors("the store cannot be read"), env.begin(buffers=True) as txn:
             self.meta = lmdb_open.read_meta(txn, dbs)
@@ -119,6 +120,8 @@ class StoreReader:
         try:
             record = fmt.decode_record(value)
             if record.key == key:
+                if record.serial in (self._bad.get(key), self._taken.get(key)):
+                    return None  # proven bad, about to be dropped
                 return record if record.binding_id == self.binding_id else None
             problem = f"it is the record of {record.key.hex()}"
         except fmt.FormatError as error:
@@ -192,8 +195,9 @@ class StoreReader:
     def take_bad(self) -> dict[ChunkKey, int | None]:
         """What was proven bad since the last call: keys, and serials where they are known."""
         with self._state:
-            bad, self._bad = self._bad, {}
-        return bad
+            # Kept until the next call: by then they are dropped.
+            self._taken, self._bad = self._bad, {}
+            return dict(self._taken)
 
     def read_extent(self, value: memoryview, into: memoryview) -> None:
         """Copy an extent's value of a transaction that is still open.

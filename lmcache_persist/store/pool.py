@@ -20,7 +20,8 @@ from pathlib import Path
 
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
 from lmcache_persist.hashing import EXTENT_BYTES
-from lmcache_persist.shm import POOL_PREFIX, PoolPaths, client_is_dead, try_flock
+from lmcache_persist.posix import try_flock
+from lmcache_persist.shm import POOL_PREFIX, PoolPaths, client_is_dead
 
 log = logging.getLogger(__name__)
 

@@ -2,41 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from support.server_fixtures import make_server, root, server
 
-import pytest
-
-from support.server import ServerProcess, short_folder
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A fresh folder."""
-    folder = short_folder()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def make_server(root: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Makes servers (not started yet); all are killed at the end."""
-    made: list[ServerProcess] = []
-
-    def make(*flags: str, name: str = "d", **options: Any) -> ServerProcess:
-        server = ServerProcess(root / name, *flags, **options)
-        made.append(server)
-        return server
-
-    yield make
-    for server in made:
-        if server.process is not None:
-            server.kill()
-
-
-@pytest.fixture
-def server(make_server: Callable[..., ServerProcess]) -> ServerProcess:
-    """A running server on auto."""
-    return make_server().start()
+__all__ = ["make_server", "root", "server"]

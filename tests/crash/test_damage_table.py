@@ -229,6 +229,12 @@ def replace_by(source: str, made: Path, name: str) -> Damage:
     return damage
 
 
+def copy_manifest(source: Path, folder: Path) -> None:
+    """Put another manifest, with its side files, in the place of ours."""
+    for path in source.glob("manifest*"):
+        shutil.copy2(path, folder)
+
+
 def gone(*names: str) -> Damage:
     """Remove files or folders."""
 
@@ -263,6 +269,10 @@ LOST: dict[str, tuple[Damage, str]] = {
 }
 
 
+TWICE = ("cut to 75 %", "noise in the main tree", "folder gone", "store of another")
+"""Where another start is tried, too: neither a refusal nor a recovery leaves a loop behind."""
+
+
 @pytest.mark.parametrize("name", LOST)
 def test_lost_bytes_are_lost_cache(prepared: Callable[..., ServerProcess], name: str) -> None:
     """It starts empty, once, with one loud line, the same binding, and works from then on."""
@@ -278,8 +288,9 @@ def test_lost_bytes_are_lost_cache(prepared: Callable[..., ServerProcess], name:
     server.kill()
     assert binding_id(server.data_dir) == bound
     assert [str(violation) for violation in check(server.data_dir)] == []
-    server.start()
-    assert server.log().count("starting empty") == 1
+    if name in TWICE:
+        server.start()
+        assert server.log().count("starting empty") == 1
     assert (server.data_dir / "store.damaged").exists() == ("gone" not in said)
 
 
@@ -304,7 +315,8 @@ def use_until_well(server: ServerProcess) -> int:
         try:
             hits(server)
         except (PersistError, RuntimeError, AssertionError) as error:
-            assert "wrong bytes" not in str(error), "wrong bytes were served"
+            if "wrong bytes" in str(error):
+                raise
             alive = server.process is not None and server.process.poll() is None
         if not alive:
             deaths += 1
@@ -492,7 +504,7 @@ def test_foreign_bytes_are_refused(
     damage, code, words = refusals(made)[name]
     server = prepared(damage)
     before = snapshot(server.data_dir)
-    for _ in range(2):
+    for _ in range(2 if name in TWICE else 1):
         status, log = server.refused()
         assert status == 5, log
         assert log.count("error: ") == 1
@@ -522,10 +534,7 @@ def whole(made: Path) -> dict[str, tuple[str, Damage]]:
         "killed": ("a.killed", lambda folder: None),
         "older manifest": (
             "a",
-            lambda folder: [
-                shutil.copy2(path, folder) for path in (made / "a.killed").glob("manifest*")
-            ]
-            and None,
+            lambda folder: copy_manifest(made / "a.killed", folder),
         ),
         "older store": ("a", replace_by("a.killed", made, "store")),
         "-wal gone": ("a.killed", gone("manifest.sqlite-wal")),

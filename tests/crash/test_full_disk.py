@@ -171,6 +171,26 @@ def test_the_room_for_a_restart_is_kept(server: ServerProcess, small: Path) -> N
     assert ballast.exists()
 
 
+def test_a_start_that_cannot_be_recorded(server: ServerProcess, small: Path) -> None:
+    """Without even that room the server starts and serves; only its row is missing."""
+    server.start()
+    with engine_of(server) as engine:
+        hashes = store(engine, 1, 2)
+    server.kill()
+    (server.data_dir / "ballast").unlink()
+    foreign = mounts.fill(small)
+    server.start()
+    assert "this start is not recorded" in server.log()
+    with engine_of(server) as engine:
+        assert hit(engine, hashes) == 2
+        assert hit(engine, store(engine, 2, 2)) == 2
+    assert server.terminate() == 0
+    assert "Traceback" not in server.log()
+    foreign.unlink()
+    server.start()
+    assert inspect(server.data_dir)["store"]["objects"] == 4
+
+
 def test_200_objects_through_64_mib(make_server: MakeServer, seed: int) -> None:
     """Case D1: 200 x 1 MiB, then mixed sizes: evicted, written, read, and never full."""
     print(f"seed {seed}")

@@ -435,7 +435,9 @@ def test_a_bind_that_fails_can_be_done_again(make_server: MakeServer, point: str
     assert run_cli("verify", str(server.data_dir)).returncode == 0
 
 
-@pytest.mark.parametrize("point", ["commit.before_write", "commit.after_extents", "commit.before_sync"])
+@pytest.mark.parametrize(
+    "point", ["commit.before_write", "commit.after_extents", "commit.before_sync"]
+)
 def test_a_store_that_fails_is_never_promised_later(make_server: MakeServer, point: str) -> None:
     """The write of chunk 5 of 10 fails: counted, and after a restart 4 chunks are hit."""
     server = make_server(env={failpoints.ENV: f"{point}=error@5"}).start()

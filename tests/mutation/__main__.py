@@ -17,13 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutation import catalog, connector_vllm, hostile, identity
+from mutation import catalog, connector_vllm, crashes, hostile, hybrid, identity
 from mutation.catalog import Mutation
 
 MUTATIONS = (
     *catalog.MUTATIONS,
+    *crashes.MUTATIONS,
     *hostile.MUTATIONS,
     *connector_vllm.MUTATIONS,
+    *hybrid.MUTATIONS,
     *identity.MUTATIONS,
 )
 PROJECT = Path(__file__).parents[2]

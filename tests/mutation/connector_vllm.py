@@ -24,10 +24,10 @@ MUTATIONS = (
     ),
     Mutation(
         "null-blocks-stored",
-        _HERE + "scheduler_side.py",
-        "if ids:\n                    mask |= 1 << index",
-        "mask |= 1 << index",
-        (_TESTS + "test_scheduler_side.py",),
+        _HERE + "store_plan.py",
+        "return () if len(table) < end or null_block in ids else ids",
+        "return () if len(table) < end else ids",
+        (_TESTS + "test_store_plan.py",),
     ),
     Mutation(
         "failed-load-tried-again",
@@ -67,8 +67,8 @@ MUTATIONS = (
     Mutation(
         "stored-before-the-last-token",
         _HERE + "scheduler_side.py",
-        "        computed = tracked.request.num_computed_tokens + certain",
-        "        computed = tracked.request.num_computed_tokens + certain + 1",
+        "steps = range(computed, computed + certain)",
+        "steps = range(computed, computed + certain + 1)",
         (_TESTS + "test_scheduler_side.py",),
     ),
     Mutation(
@@ -126,13 +126,6 @@ MUTATIONS = (
         "                self._failed.add(job.request_id)\n",
         "",
         (_TESTS + "test_worker_side.py",),
-    ),
-    Mutation(
-        "unserved-kinds-pass",
-        _HERE + "kv_geometry.py",
-        "if kind not in SERVED_KINDS:",
-        "if False:",
-        (_TESTS + "test_kv_geometry.py",),
     ),
     Mutation(
         "dcp-ignored",

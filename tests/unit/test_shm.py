@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.errors import LeaseError
-from lmcache_persist.shm import ClientLock, PoolPaths, client_is_dead, server_is_gone, try_flock
+from lmcache_persist.posix import try_flock
+from lmcache_persist.shm import ClientLock, PoolPaths, client_is_dead, server_is_gone
 
 UUID = "cd" * 16
 HOLDER = """

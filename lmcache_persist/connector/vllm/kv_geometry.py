@@ -73,7 +73,7 @@ def read_groups(config: KVCacheConfig, dcp_size: int) -> tuple[Group, ...]:
 
 def scheduling_block_size(config: KVCacheConfig) -> int:
     """Tokens: what vLLM sets ``cache_config.block_size`` to when it knows the groups."""
-    return min(group.kv_cache_spec.block_size for group in config.prefix_cacheable_groups)
+    return min(int(group.kv_cache_spec.block_size) for group in config.prefix_cacheable_groups)
 
 
 def is_checkpoint(config: KVCacheConfig, group: int, steps: range, boundary: int) -> bool:
@@ -88,13 +88,15 @@ def is_checkpoint(config: KVCacheConfig, group: int, steps: range, boundary: int
     spec, hash_block_size = config.kv_cache_groups[group].kv_cache_spec, config.hash_block_size
     if not isinstance(spec, MambaSpec) or not hash_block_size:
         return False
-    return spec.num_prefill_checkpoint_blocks > 0 and is_mamba_prefill_checkpoint_valid(
-        query_start=steps.start,
-        query_end=steps.stop,
-        checkpoint_position=boundary,
-        hash_block_size=hash_block_size,
-        mamba_block_size=spec.block_size,
-        checkpoint_alignment=spec.prefill_checkpoint_alignment,
+    return spec.num_prefill_checkpoint_blocks > 0 and bool(
+        is_mamba_prefill_checkpoint_valid(
+            query_start=steps.start,
+            query_end=steps.stop,
+            checkpoint_position=boundary,
+            hash_block_size=hash_block_size,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+        )
     )
 
 

@@ -41,6 +41,7 @@ def broken() -> PersistConnector:
     made = object.__new__(PersistConnector)
     made._counters = Counters()
     made._worker = made._scheduler = Broken()  # type: ignore[assignment]
+    made._step_block_size = 0
     return made
 
 
@@ -152,3 +153,13 @@ def test_start_is_refused_or_cold(
         assert not client.closed
         assert client.remembered == [groups]
         assert counters.snapshot() == {"start_without_cache": 1}
+
+
+def test_steps_end_where_blocks_of_states_end(broken: PersistConnector) -> None:
+    """A size that has gone stale is put right, whenever that was; others are left alone."""
+    cache_config = SimpleNamespace(block_size=128)
+    broken._vllm_config = SimpleNamespace(cache_config=cache_config)
+    for wanted, expected in ((0, 128), (640, 640), (640, 640)):
+        broken._step_block_size = wanted
+        broken._mend_block_size()
+        assert cache_config.block_size == expected

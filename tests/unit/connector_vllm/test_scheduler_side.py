@@ -14,7 +14,7 @@ from lmcache_persist.connector.vllm.requests import Requests
 from lmcache_persist.connector.vllm.scheduler_side import IDLE_WAIT_S, SchedulerSide
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.errors import ServerUnreachable
-from lmcache_persist.geometry import groups_from_sizes
+from lmcache_persist.geometry import Group, GroupKind, groups_from_sizes
 from lmcache_persist.hashing import ChunkHasher, ExtraKey, ExtraKind, encode_extra
 from lmcache_persist.protocol import SlotRun
 from support.identities import feature, item, later, lora, write_adapter
@@ -424,3 +424,58 @@ def test_tiers_of_a_load_add_up(side: Side) -> None:
     side.admit(one, local=4)
     assert side.side.hit_sources("r", 20) == (12, 8)
     assert sum(side.side.hit_sources("unknown", 20)) == 20
+
+
+def hybrid_side() -> Side:
+    """A recurrent group of 8-token blocks beside the full one."""
+    made = Side((8, 4))
+    groups = (Group(GroupKind.RECURRENT, 8, 1), Group(GroupKind.FULL, 4, 4))
+    made.side._groups, made.side._recurrent = groups, True
+    return made
+
+
+def test_states_are_stored_where_a_step_ends() -> None:
+    """Each once: in the step that left it, with its chunk or after it."""
+    side, one = hybrid_side(), request(num_tokens=30)
+    side.side.on_new_request(one)
+    tables = {"r": ([50, 51, 52, 53], TABLE)}
+    stored = []
+    for num_tokens, offers in ((8, []), (4, []), (12, []), (1, [(0, 52, 24)]), (5, [])):
+        made = side.side.build_step(step({"r": num_tokens}, tables, states={"r": offers}))
+        stored.append([(job.chunk_hash, job.mask, job.block_ids[0]) for job in made.stores])
+        one.num_computed_tokens += num_tokens
+    first, second, third = hashes(one)
+    assert stored == [
+        [(first, 0b11, (50,))],
+        [],
+        [(second, 0b10, ()), (third, 0b11, (52,))],
+        [],
+        [],
+    ]
+
+
+def test_state_of_a_loaded_prefix_is_not_stored_again() -> None:
+    """The engine offers it once the load is over; states beyond it are new."""
+    side, one = hybrid_side(), request(num_tokens=30)
+    side.side.on_new_request(one)
+    side.decide(16)
+    assert side.side.matched_tokens(one, 0) == 16
+    side.side.after_alloc(one, blocks([0, 51], TABLE), 16)
+    side.side.loads_finished({"r"}, set())
+    one.num_computed_tokens = 15
+    tables = {"r": ([0, 51, 52], TABLE)}
+    assert side.side.build_step(step({"r": 1}, tables)).stores == []
+    one.num_computed_tokens = 16
+    (job,) = side.side.build_step(step({"r": 8}, tables)).stores
+    assert (job.mask, job.block_ids[0]) == (0b11, (52,))
+
+
+def test_state_below_a_known_chunk_is_stored_alone() -> None:
+    """The server knows the chunk, and not the state that a shorter step left in it."""
+    side, one = hybrid_side(), request(num_tokens=30)
+    side.side.on_new_request(one)
+    side.decide(16)
+    assert side.side.matched_tokens(one, 0) == 16
+    side.side.after_alloc(one, blocks([50], TABLE), 0)
+    (job,) = side.side.build_step(step({"r": 8}, {"r": ([50], TABLE)})).stores
+    assert (job.chunk_hash, job.mask, job.block_ids) == (hashes(one)[0], 0b01, ((50,), ()))

@@ -308,3 +308,79 @@ def test_model_without_an_identity_is_not_registered(monkeypatch: pytest.MonkeyP
     assert made.client.registrations == []
     made.side.begin_step(made.step(job(b"x", 3, 9)))
     assert made.client.reserves == []
+
+
+class HybridRank(Rank):
+    """The same two layers, as a recurrent group of one and a small window of the other."""
+
+    GROUPS = (Group(GroupKind.RECURRENT, CHUNK // 2, 1), Group(GroupKind.SLIDING, BLOCK, BLOCK, 4))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        config = self.side._kv_cache_config
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        config.kv_cache_groups[:] = [KVCacheGroupSpec([name], spec) for name in LAYERS]
+        self.side._groups = self.GROUPS
+
+
+@pytest.fixture
+def hybrid(monkeypatch: pytest.MonkeyPatch) -> HybridRank:
+    """A registered rank of a hybrid model."""
+    made = HybridRank(monkeypatch)
+    made.side.register(made.caches)
+    return made
+
+
+def test_objects_of_states_and_small_windows_are_single_blocks(hybrid: HybridRank) -> None:
+    """A chunk of two blocks: its state is one page, and so is all that its window reaches."""
+    (registration,) = hybrid.client.registrations
+    assert registration.object_bytes == [PAGE_BYTES, PAGE_BYTES]
+
+
+def test_groups_are_gathered_as_the_mask_says(hybrid: HybridRank) -> None:
+    """A state that comes alone goes into the only slot that was granted."""
+    alone = StoreJob(b"c".ljust(32), 0b01, ((5,), ()))
+    both = StoreJob(b"d".ljust(32), 0b11, ((6,), (7,)))
+    hybrid.client.reserved.set_result(
+        Reserved(
+            boot="boot",
+            grants=[Grant(0, 1, [0]), Grant(1, 2, [OBJECT_BYTES, 2 * OBJECT_BYTES])],
+        )
+    )
+    hybrid.side.begin_step(hybrid.step(alone, both))
+    hybrid.side.store()
+    assert hybrid.client.committed == [[1, 2]]
+    assert hybrid.client.reserves[0]["masks"] == [0b01, 0b11]
+    pages = [hybrid.page("a", 5), hybrid.page("a", 6), hybrid.page("b", 7)]
+    assert [hybrid.pool.slot(slot)[:PAGE_BYTES] for slot in range(3)] == pages
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_one_state_is_loaded(hybrid: HybridRank, held: int) -> None:
+    """The one at the end of the prefix, into the last block; of the window its own blocks."""
+    for slot, fill in enumerate((1, 2, 3)):
+        hybrid.pool.data[slot * OBJECT_BYTES : (slot + 1) * OBJECT_BYTES] = bytes([fill]) * (
+            OBJECT_BYTES
+        )
+    before = {name: cache.clone() for name, cache in hybrid.caches.items()}
+    hybrid.side.begin_step(
+        StepMetadata(
+            loads=[
+                load(
+                    runs=(
+                        SlotsOfRun(1, 0, 1, PAGE_BYTES, (0,)),
+                        SlotsOfRun(1, 1, 1, PAGE_BYTES, (OBJECT_BYTES,)),
+                    ),
+                    first_blocks=(held, held),
+                    block_ids=((0, 0, 0, 4), (0, 0, 0, 5)),
+                )
+            ]
+        )
+    )
+    hybrid.side.load()
+    assert hybrid.side.take_results() == ({"r"}, set())
+    assert hybrid.page("a", 4) == bytes([1]) * PAGE_BYTES
+    assert hybrid.page("b", 5) == bytes([2]) * PAGE_BYTES
+    for name, block in (("a", 4), ("b", 5)):
+        before[name][block] = hybrid.caches[name][block]
+        assert torch.equal(before[name].view(torch.int16), hybrid.caches[name].view(torch.int16))
