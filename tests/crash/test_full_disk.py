@@ -129,7 +129,7 @@ def test_models_are_recorded_once_there_is_room(server: ServerProcess, small: Pa
     """A model that met a full disk is verified clean all the same."""
     server.start()
     with engine_of(server, 4096, changes={"weights": "bound"}):
-        pass
+        wait_until(lambda: len(inspect(server.data_dir)["models"]) == 1, "the first has its row")
     foreign = mounts.fill(small)
     with engine_of(server, 4096) as engine:
         store(engine, 1, 2)

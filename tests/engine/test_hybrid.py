@@ -15,7 +15,15 @@ import pytest
 
 from lmcache_persist.demo.engine import EngineProcess
 from lmcache_persist.demo.model import make_hybrid, make_prompt
-from support.engines import OWN_PROCESS, Starter, ask, ask_uncached, assert_same, warm_up
+from support.engines import (
+    IN_PROCESS,
+    OWN_PROCESS,
+    Starter,
+    ask,
+    ask_uncached,
+    assert_same,
+    warm_up,
+)
 
 OPTIONS: dict[str, Any] = {"block_size": None, "dtype": "bfloat16"}
 PROMPTS = {
@@ -180,3 +188,47 @@ def test_short_steps_leave_more_states(stored: Stored, start: Starter) -> None:
     assert_right(engine, prompt[:1280], 640)
     assert_right(engine, prompt, 1280)
     assert_right(engine, LONG, 1280)
+
+
+def crowd() -> list[dict[str, Any]]:
+    """Requests that share a trunk: some outgrow their blocks while they decode, some depend
+    on the state that ends one token before they do.
+    """
+    trunk = make_prompt(700, seed=68)
+    lengths = [640 * 2 - 3, 640 * 2 + 1, 640 * 3 - 5, 641]
+    return [
+        {
+            "id": f"r{number}",
+            "prompt": (trunk + make_prompt(1300, seed=300 + number))[: lengths[number % 4]],
+            "max_tokens": 8,
+            "start": number // 4,
+        }
+        for number in range(16)
+    ]
+
+
+def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:
+    """What preempted requests stored of their states is right, and nothing is held.
+
+    Tokens of the crowd itself are not compared: in bfloat16, all that this backend computes
+    states in, a preempted request's other steps decide near ties otherwise.
+    """
+    server = start.server(tmp_path / "data")
+    engine = start.engine(
+        server,
+        num_gpu_blocks_override=26,
+        max_model_len=2048,
+        max_num_batched_tokens=1000,
+        env={**IN_PROCESS, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"},
+        **OPTIONS,
+    ).wait_ready()
+    for _ in range(2):
+        found = engine.call("drive", requests=crowd())
+        assert len(found["results"]) == 16
+        assert found["preemptions"] > 0
+        assert engine.call("reset_prefix_cache")
+        assert set(engine.call("held").values()) == {0}
+    for one in crowd():
+        prompt = one["prompt"]
+        assert_right(engine, prompt, (len(prompt) - 1) // 640 * 640)
+    assert server.inspect()["server"]["leased_bytes"] == 0

@@ -25,6 +25,7 @@ from support.engines import Starter, ask, ask_uncached, assert_same, warm_up
 
 CHUNK = 544
 PROMPT = make_prompt(1500, seed=41)
+BEACON = make_prompt(600, seed=42)
 CACHED = 2 * CHUNK
 RESUME_TIMEOUT_S = 60.0
 LONGROPE = {
@@ -171,12 +172,14 @@ def test_back_again_hits_all_and_survives_bad_bytes(world: World) -> None:
     back = ask(engine, PROMPT)
     assert back["cached_tokens"] == CACHED
     assert_same(back, world.cold)
+    ask(engine, BEACON)
     world.server.flush()
     world.server.kill()
     key = bytes.fromhex(world.fingerprint()) + chunk_hashes()[1]
     alter_chunk(world.server.data_dir, key)
     world.server = world.starter.server(world.server.data_dir)
-    result = ask_until_hit(engine)
+    wait_for_server(engine)
+    result = ask(engine, PROMPT)
     assert result["cached_tokens"] == CHUNK
     assert_same(result, world.cold)
     assert world.server.inspect()["server"]["counters"]["corrupt_chunks"] == 1
@@ -196,13 +199,17 @@ def chunk_hashes() -> list[ChunkHash]:
     return hashes
 
 
-def ask_until_hit(engine: EngineProcess) -> dict[str, Any]:
-    """Ask until the engine's client has found the new server."""
+def wait_for_server(engine: EngineProcess) -> None:
+    """Return when the engine's client has found the new server: another prompt hits.
+
+    The prompt itself must not be asked for: computed and stored once more, it would be
+    served from memory.
+    """
     deadline = time.monotonic() + RESUME_TIMEOUT_S
     while True:
         assert engine.call("reset_prefix_cache")
-        result = ask(engine, PROMPT)
+        result = ask(engine, BEACON)
         assert result["finish_reason"] == "length"
-        if result["cached_tokens"]:
-            return result
+        if result["cached_tokens"] == CHUNK:
+            return
         assert time.monotonic() < deadline

@@ -18,7 +18,15 @@ import pytest
 from lmcache_persist.demo.engine import EngineFailed, EngineProcess
 from lmcache_persist.demo.model import make_prompt
 from lmcache_persist.demo.server import ServerProcess
-from support.engines import IN_PROCESS, Starter, ask, ask_uncached, assert_same, warm_up
+from support.engines import (
+    IN_PROCESS,
+    OWN_PROCESS,
+    Starter,
+    ask,
+    ask_uncached,
+    assert_same,
+    warm_up,
+)
 from support.waiting import wait_until
 
 SMALL: dict[str, Any] = {
@@ -172,6 +180,33 @@ def test_speculation(start: Starter, tmp_path: Path) -> None:
         assert warm["cached_tokens"] == (length + decoded - 1) // 256 * 256
         assert_same(warm, ask_uncached(engine, turn))
     assert_nothing_is_held(engine, server)
+
+
+def test_rank_that_cannot_load(start: Starter, tmp_path: Path) -> None:
+    """One of two ranks fails a load: both compute, the request goes on, the next one hits."""
+    server = start.server(tmp_path / "data")
+    engine = start.engine(
+        server,
+        block_size=32,
+        tensor_parallel_size=2,
+        env={
+            **OWN_PROCESS,
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            # The test's own function is sent to the workers.
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        },
+    ).wait_ready()
+    prompt = make_prompt(1500, seed=111)
+    cold = ask(engine, prompt)
+    assert cold["cached_tokens"] == 0
+    for broken, cached_tokens in ((False, 1280), (True, 0), (False, 1280)):
+        engine.call("break_loads_of_rank", rank=1, broken=broken)
+        assert engine.call("reset_prefix_cache")
+        result = ask(engine, prompt)
+        assert (broken, result["cached_tokens"]) == (broken, cached_tokens)
+        assert_same(result, cold)
+    found = server.inspect()["server"]
+    assert (found["lookups_open"], found["leased_bytes"]) == (0, 0)
 
 
 PROMPTS = [make_prompt(1500, seed=101), make_prompt(700, seed=102)]

@@ -16,6 +16,7 @@ class TestEngine(engine_child.Engine):
         *engine_child.Engine.VERBS,
         "blank_loads",
         "break_loads",
+        "break_loads_of_rank",
         "drive",
         "groups_of_kind",
         "held",
@@ -102,13 +103,11 @@ class TestEngine(engine_child.Engine):
 
     def break_loads(self, broken: bool) -> None:
         """Have an in-process worker lose sight of every pool, or find them again."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        _break_loads(None, 0, broken)
 
-        client = get_kv_transfer_group()._client
-        if broken:
-            client.pool = lambda boot_id: None
-        else:
-            del client.pool
+    def break_loads_of_rank(self, rank: int, broken: bool) -> None:
+        """As :meth:`break_loads`, for one of several worker processes."""
+        self._llm.collective_rpc(_break_loads, args=(rank, broken))
 
     def blank_loads(self, groups: list[int]) -> None:
         """Have an in-process worker load zeros into these groups, as a defect would."""
@@ -127,6 +126,18 @@ class TestEngine(engine_child.Engine):
 
         groups = get_kv_transfer_group()._worker._groups
         return [index for index, group in enumerate(groups) if group.kind == kind]
+
+
+def _break_loads(_: object, rank: int, broken: bool) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    if connector._worker._rank != rank:
+        return
+    if broken:
+        connector._client.pool = lambda boot_id: None
+    else:
+        vars(connector._client).pop("pool", None)
 
 
 def _scatter_zeros(scatter: Callable[..., int]) -> Callable[..., int]:

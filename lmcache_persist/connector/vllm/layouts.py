@@ -28,11 +28,17 @@ class LayerCache:
 
     Attributes:
         name: the layer's.
-        cache: ``(num_blocks, ...)``.
+        planes: ``(num_blocks, ...)`` each: one, or K and V where a block has a page in each
+            of two planes.
     """
 
     name: str
-    cache: torch.Tensor
+    planes: tuple[torch.Tensor, ...]
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """The first plane; others have the same shape and strides."""
+        return self.planes[0]
 
 
 def read_layers(
@@ -62,15 +68,20 @@ def _read_layer(index: int, name: str, cache: Any, num_blocks: int) -> LayerCach
             f"layer {name} of group {index} registered {type(cache).__name__}, expected a tensor",
             group=index,
         )
+    if cache.shape[0] == 2 != num_blocks and cache.dim() > 2 and cache.shape[1] % num_blocks == 0:
+        return LayerCache(name, tuple(_by_block(plane, num_blocks) for plane in cache))
     if cache.shape[0] % num_blocks:
         raise UnsupportedGroup(
             f"layer {name} of group {index} has {cache.shape[0]} kernel blocks, expected a"
             f" multiple of {num_blocks}",
             group=index,
         )
-    # A block may be split into kernel blocks; a page is the whole block.
-    grouped = cache if cache.shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
-    return LayerCache(name, grouped)
+    return LayerCache(name, (_by_block(cache, num_blocks),))
+
+
+def _by_block(plane: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A block may be split into kernel blocks; a page is the whole block."""
+    return plane if plane.shape[0] == num_blocks else plane.unflatten(0, (num_blocks, -1))
 
 
 def describe(
@@ -128,6 +139,7 @@ def _describe_layer(layer: LayerCache, spec: KVCacheSpec, module: Any) -> dict[s
             **{one.name: _plain(getattr(spec, one.name)) for one in dataclasses.fields(spec)},
         },
         "stored_dtype": str(layer.cache.dtype),
+        "planes": len(layer.planes),
         "block_shape": list(layer.cache.shape[1:]),
         "block_strides": list(layer.cache.stride()[1:]),
         "backend": _backend_name(module),

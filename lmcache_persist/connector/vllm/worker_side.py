@@ -101,8 +101,12 @@ class WorkerSide:
         self._layers = layouts.read_layers(kv_caches, config, self._groups)
         self._pages = [
             PageSet(
-                [layer.cache for layer in members],
-                names=[f"layer {layer.name} of group {index}" for layer in members],
+                [plane for layer in members for plane in layer.planes],
+                names=[
+                    f"layer {layer.name} of group {index}"
+                    for layer in members
+                    for _ in layer.planes
+                ],
             )
             if members
             else None

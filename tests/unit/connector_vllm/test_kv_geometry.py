@@ -301,6 +301,21 @@ def test_split_blocks_keep_the_engine_s_blocks_first() -> None:
     assert describe(10, ratio=2) != describe(10, ratio=1)
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_two_planes_are_two_pages_of_a_block(ratio: int) -> None:
+    """K of all blocks before V of all blocks: a layer of two caches, described as such."""
+    cache_config = config(full(), num_blocks=10)
+    groups = read_groups(cache_config, 1)
+    both = torch.arange(2 * 10 * 32 * 4).view(2, 10 * ratio, 32 // ratio, 4)
+    registered = {"0.a": both, "0.b": both.clone()}
+    layers = layouts.read_layers(registered, cache_config, groups)
+    first, second = layers[0][0].planes
+    assert first.shape[0] == second.shape[0] == 10
+    assert torch.equal(second.flatten(), both[1].flatten())
+    found = layouts.describe(layers, cache_config, groups, engine_config())
+    assert found["groups"][0]["forms"][0]["planes"] == 2
+
+
 def test_other_number_of_blocks_is_refused() -> None:
     """A cache that is no multiple of the engine's blocks is not guessed at."""
     cache_config = config(full(), num_blocks=9)

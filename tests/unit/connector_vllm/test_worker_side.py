@@ -384,3 +384,22 @@ def test_one_state_is_loaded(hybrid: HybridRank, held: int) -> None:
     for name, block in (("a", 4), ("b", 5)):
         before[name][block] = hybrid.caches[name][block]
         assert torch.equal(before[name].view(torch.int16), hybrid.caches[name].view(torch.int16))
+
+
+def test_planes_are_gathered_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object of layers with two planes: K of its blocks, then V of them, layer by layer."""
+    made = Rank(monkeypatch)
+    planes = {name: torch.stack([cache[:, 0], cache[:, 1]]) for name, cache in made.caches.items()}
+    made.side.register(planes)
+    (registration,) = made.client.registrations
+    assert registration.object_bytes == [OBJECT_BYTES]
+    made.grant((0, 1, 3))
+    made.side.begin_step(made.step(job(b"c", 5, 2)))
+    made.side.store()
+    expected = b"".join(
+        planes[name][plane][block].view(torch.uint8).numpy().tobytes()
+        for name in LAYERS
+        for plane in (0, 1)
+        for block in (5, 2)
+    )
+    assert made.pool.slot(3) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
-from lmcache_persist.errors import BindingMismatch, StoreMismatch
+from lmcache_persist.errors import BindingMismatch, FormatTooNew, StoreMismatch
 from lmcache_persist.manifest import ManifestSnapshot
 from lmcache_persist.server.recovery import Decision, Found, StoreState, decide
 
@@ -204,3 +204,32 @@ def test_refusals_name_the_verb_that_resolves_them(seen: Found, verb: str) -> No
     with pytest.raises(StoreMismatch) as refusal:
         decide(seen, AUTO)
     assert f"lmcache-persist {verb} /nowhere" in str(refusal.value.hint)
+
+
+LOST_POWER = "the machine lost power while durability was relaxed"
+
+
+def test_a_power_loss_is_no_reason_to_set_foreign_bytes_aside() -> None:
+    """Of a store that can still be read, uuid and stamp count before its damage does."""
+    other = binding(uuid="b" * 32)
+    seen = found(binding(), uuid="b" * 32, stamp=other)
+    with pytest.raises(StoreMismatch, match="uuid"):
+        decide(replace(seen, store=StoreState.DAMAGED, damage=LOST_POWER), AUTO)
+    own = found(binding(), stamp=binding(), has_objects=True)
+    decision = decide(replace(own, store=StoreState.DAMAGED, damage=LOST_POWER), AUTO)
+    assert (decision.set_aside, decision.binding) == (True, binding())
+
+
+def test_an_empty_unbound_store_may_lose_power() -> None:
+    """Nothing was bound, nothing is stored: it is set aside and made anew, unbound."""
+    seen = replace(found(None), store=StoreState.DAMAGED, damage=LOST_POWER)
+    decision = decide(seen, AUTO)
+    assert (decision.set_aside, decision.binding, decision.store_uuid) == (True, None, None)
+
+
+@pytest.mark.parametrize("state", list(StoreState))
+def test_a_binding_of_a_newer_store_format_is_refused(state: StoreState) -> None:
+    """Also when the store itself is gone: it would be made in a format that is too old."""
+    newer = replace(binding(), store_format_version=2)
+    with pytest.raises(FormatTooNew, match="format 2"):
+        decide(found(newer, state, stamp=newer), AUTO)
