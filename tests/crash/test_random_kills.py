@@ -63,7 +63,9 @@ def test_killed_at_any_moment(
         figures.evicted = judge(server.data_dir, ledger).counters.evicted
     report(capacity, figures, ledger)
     assert ledger.durable, "nothing was ever durable: the load is no load"
-    assert (figures.evicted > 0) == (capacity == "32MiB"), "the two capacities test two things"
+    # Of the larger one nothing is evicted for a while, so that any loss shows at once.
+    if capacity == "32MiB" or not SOAKING:
+        assert (figures.evicted > 0) == (capacity == "32MiB")
 
 
 def test_a_load_outlives_its_server(make_server: MakeServer, seed: int) -> None:

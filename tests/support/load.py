@@ -27,6 +27,8 @@ OPTIONS = ClientOptions(request_timeout_s=5.0, reconnect_max_s=0.1)
 OBJECT_BYTES = (40_000, 200_000, EXTENT_BYTES + 100)
 WORLD_SIZES = (1, 2, 1)
 MAX_CHUNKS = 6
+LATEST = 40
+"""Prompts that are looked up; older ones are evicted from a small store."""
 
 
 @dataclass
@@ -38,12 +40,16 @@ class Ledger:
         durable: those that a flush confirmed.
         dropped: chunks that servers said they dropped; they are not confirmed.
         checked_objects: objects whose bytes were compared.
+        gone: durable chunks that were missing when it was last judged, all of them evicted.
+        removed: what the store had counted as evicted or dropped then.
     """
 
     known: dict[ChunkKey, tuple[int, int]] = field(default_factory=dict)
     durable: set[ChunkKey] = field(default_factory=set)
     dropped: int = 0
     checked_objects: int = 0
+    gone: set[ChunkKey] = field(default_factory=set)
+    removed: int = 0
     prompts: dict[str, list[list[ChunkHash]]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -148,9 +154,8 @@ class Worker:
         """Look up some prompts, each promised byte compared; the number of tokens hit."""
         tokens = 0
         with self.ledger.lock:
-            prompts = list(self.ledger.prompts.get(self.fingerprint, []))
-        for _ in range(min(count, len(prompts))):
-            hashes = self._rng.choice(prompts)
+            prompts = list(self.ledger.prompts.get(self.fingerprint, []))[-LATEST:]
+        for hashes in self._rng.sample(prompts, min(count, len(prompts))):
             found = self.engine.lookup(hashes, len(hashes) * CHUNK + 1)
             tokens += found.tokens
             with self.ledger.lock:
@@ -210,7 +215,12 @@ def judge(data_dir: Path, ledger: Ledger) -> Contents:
             )
             assert (stored.nbytes, tuple(stored.digests)) == (nbytes, digests), "wrong bytes"
             ledger.checked_objects += 1
-    missing = len(ledger.durable - found.records.keys())
+    # Since the last crash, so that many evictions long ago excuse nothing now.
+    gone = ledger.durable - found.records.keys()
     removed = found.counters.evicted + found.counters.dropped
-    assert missing <= removed, f"{missing} durable chunks are gone, {removed} were removed"
+    excused = removed - ledger.removed
+    assert len(gone - ledger.gone) <= excused, (
+        f"{len(gone - ledger.gone)} durable chunks are gone, {excused} were removed"
+    )
+    ledger.gone, ledger.removed = gone, removed
     return found
