@@ -67,10 +67,12 @@ def serve(folder: Path, chunk_size: int) -> None:
 def made() -> Iterator[Path]:
     """A folder with data dirs: ``a`` and ``b``, of another binding each, and ``*.killed``."""
     root = short_folder()
-    serve(root / "a", CHUNK)
-    serve(root / "b", 640)
-    yield root
-    shutil.rmtree(root, ignore_errors=True)
+    try:
+        serve(root / "a", CHUNK)
+        serve(root / "b", 640)
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture
