@@ -175,9 +175,16 @@ def break_lmdb(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> list[Any]:
     real = lmdb.open
 
     def open_(*args: Any, **kwargs: Any) -> Any:
-        env = faults.call("mdb_env_open", lambda: real(*args, **kwargs), _lmdb_error)
-        opened.append(env)
-        return _Env(env, faults)
+        made: list[Any] = []
+        try:
+            faults.call("mdb_env_open", lambda: made.append(real(*args, **kwargs)), _lmdb_error)
+        except lmdb.Error:
+            # An open that failed leaves nothing open; waiting for the collector would.
+            for env in made:
+                env.close()
+            raise
+        opened.extend(made)
+        return _Env(made[0], faults)
 
     monkeypatch.setattr(lmdb, "open", open_)
     return opened
