@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache_persist.demo import engine_child
@@ -28,6 +29,25 @@ class TestEngine(engine_child.Engine):
         core = self._core()
         if core is not None:
             self._count_preemptions(core.scheduler)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        lora: list[Any] | None = None,
+        **request: Any,
+    ) -> list[dict[str, Any]]:
+        """The demo's, for an adapter where ``lora`` is its (name, number, path)."""
+        if lora is None:
+            return super().generate(prompts, max_tokens, **request)
+        from vllm.lora.request import LoRARequest
+
+        plain = self._llm.generate
+        self._llm.generate = partial(plain, lora_request=LoRARequest(*lora))
+        try:
+            return super().generate(prompts, max_tokens, **request)
+        finally:
+            self._llm.generate = plain
 
     def _count_preemptions(self, scheduler: Any) -> None:
         preempt = scheduler._preempt_request
