@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import subprocess
@@ -107,4 +108,8 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # In good order, or its pool would stay behind; one that was killed is left as it is.
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=30)
         self.kill()
