@@ -282,7 +282,9 @@ class Found(_Reply, frozen=True, kw_only=True, tag="found"):
 
 
 class NotYet(_Reply, frozen=True, kw_only=True, tag="not_yet"):
-    """Reply to lookup or flush while undecided: ask again."""
+    """Reply to lookup or flush while undecided: ask again; ``doing`` is for people."""
+
+    doing: str = ""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

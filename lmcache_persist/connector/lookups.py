@@ -25,6 +25,7 @@ _WAIT_SHARE = 0.5
 """Of a request's time-out, how long the server may hold a poll back."""
 _PAUSE_S = 0.005
 """Between a "not yet" and the next poll, for a server that does not hold polls back."""
+_MAX_DOING_CHARS = 100
 
 
 class LookupHandle:
@@ -120,7 +121,8 @@ class LookupHandle:
             self._fail(MalformedMessage(f"lookup was answered with {type(reply).__name__}"))
         elif time.monotonic() >= self._deadline:
             waited = self._session.options.lookup_timeout_s
-            self._fail(RequestTimeout(f"lookup was not decided within {waited:g} s"))
+            doing = f"; the server was {reply.doing[:_MAX_DOING_CHARS]}" if reply.doing else ""
+            self._fail(RequestTimeout(f"lookup was not decided within {waited:g} s{doing}"))
         else:
             self._session.later(_PAUSE_S, partial(self._again, link))
 

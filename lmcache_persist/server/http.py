@@ -63,6 +63,10 @@ class _Collector(Collector):
             "leased_bytes": ("Bytes of the pool that lookups hold.", stats["leased_bytes"]),
             "sessions": ("Sessions open.", stats["sessions"]),
             "lookups_open": ("Lookups not yet released.", stats["lookups_open"]),
+            "longest_turn_seconds": (
+                "Longest time in which nobody was answered.",
+                stats["longest_turn_s"],
+            ),
             "writer_backlog": ("Chunks that wait for the disk.", stats["writer"]["backlog"]),
             "chunk_size_tokens": ("Bound chunk size, 0 if unbound.", stats["chunk_size"] or 0),
         }

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 
 from lmcache_persist import geometry, protocol
 from lmcache_persist.errors import LeaseError, ObjectCorrupt, StoreError
@@ -42,10 +42,10 @@ Wanted = tuple[ChunkKey, Place]
 class Phase(Enum):
     """Where a lookup is."""
 
-    FINDING = auto()
-    WAITING = auto()
-    LOADING = auto()
-    DONE = auto()
+    FINDING = "searching the disk tier"
+    WAITING = "waiting for room in the pool"
+    LOADING = "loading"
+    DONE = "decided"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,11 @@ class Lookup:
     answer: Answer | None = None
     answer_by_s: float = 0.0
     timed: bool = False
+
+    def not_yet(self) -> protocol.NotYet:
+        """What to say while it is undecided."""
+        left = f" {len(self.pending)} objects" if self.phase is Phase.LOADING else ""
+        return protocol.NotYet(doing=f"{self.phase.value}{left}")
 
 
 class Lookups:
@@ -102,10 +107,10 @@ class Lookups:
             answer(lookup.result)
             return
         if message.wait_ms == 0:
-            answer(protocol.NotYet())
+            answer(lookup.not_yet())
             return
         if lookup.answer is not None:
-            lookup.answer(protocol.NotYet())
+            lookup.answer(lookup.not_yet())
         lookup.answer = answer
         lookup.answer_by_s = time.monotonic() + message.wait_ms / 1000
         if not lookup.timed:
@@ -125,7 +130,7 @@ class Lookups:
             self._time(lookup)
             return
         answer, lookup.answer = lookup.answer, None
-        answer(protocol.NotYet())
+        answer(lookup.not_yet())
 
     def release(self, session: Session, number: int) -> None:
         """End a lookup, whatever it is at."""

@@ -24,6 +24,7 @@ from lmcache_persist.errors import ConfigError, MessageTooLarge, PersistError, P
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer, error_reply
+from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ SEND_QUEUE = 1024
 RECEIVE_QUEUE = 64
 """Requests taken from one client ahead of the loop: at 4 MiB each, all the memory it can get."""
 POLL_S = 1.0
+LONG_TURN_S = 0.5
+"""Seconds. Half of what a client waits for an answer."""
 LOG_EVERY_S = 30.0
 
 
@@ -55,6 +58,7 @@ class Loop:
         self._running = True
         self._socket_path = ""
         self._last_log_s = -LOG_EVERY_S
+        self._long_turns = Throttle(log)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -90,11 +94,19 @@ class Loop:
         poller.register(self._mailbox.fd, zmq.POLLIN)
         while self._running:
             ready = dict(poller.poll(math.ceil(1000 * self._state.timers.next_in_s(POLL_S))))
+            began_s = time.monotonic()
             if self._mailbox.fd in ready:
                 self._mailbox.drain(self._guard)
             if self._socket in ready:
                 self._receive()
             self._guard(self._state.timers.run_due)
+            self._note(time.monotonic() - began_s)
+
+    def _note(self, turn_s: float) -> None:
+        """Nobody is answered during a turn: a long one is a defect, ours or the machine's."""
+        self._state.longest_turn_s = max(self._state.longest_turn_s, turn_s)
+        if turn_s >= LONG_TURN_S:
+            self._long_turns.warning(f"the server answered nobody for {turn_s:.1f} s")
 
     def stop(self) -> None:
         """End :meth:`run` soon."""

@@ -153,6 +153,7 @@ class Service:
                 for engine in self.registry.all()[:MAX_ENGINES_SHOWN]
             ],
             "lookups_open": len(self.lookups),
+            "longest_turn_s": state.longest_turn_s,
             "leased_bytes": sum(session.held_bytes for session in self.sessions.all()),
             "writer": {
                 "alive": state.writer.alive,

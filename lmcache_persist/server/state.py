@@ -110,6 +110,7 @@ class ServerState:
     endpoint: str
     started_at: str
     upstream: Upstream | None = None
+    longest_turn_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
     timers: Timers = field(default_factory=Timers)
     clerk: ThreadPoolExecutor = field(

@@ -133,9 +133,6 @@ def test_tensor_parallel_engine_has_a_cache_of_its_own(stored: Stored, start: St
     options = {
         "tensor_parallel_size": 2,
         "env": {**OWN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        # Two ranks that spin on two cores have kept a lookup undecided beyond the default of
-        # 5 s, a miss by design; what starves the server that long is not known.
-        "settings": {"persist.lookup_timeout": 60.0},
     }
     server = start.server(stored.data_dir)
     engine = start.engine(server, **options).wait_ready()

@@ -107,7 +107,7 @@ REPLIES = {
         "memory_chunks": count,
         "disk_chunks": count,
     },
-    protocol.NotYet: tail,
+    protocol.NotYet: {**tail, "doing": label},
     protocol.Reserved: {**tail, "grants": st.lists(grant, max_size=4), "stored": counts},
     protocol.Committed: {**tail, "seq": count, "refused": counts},
     protocol.Done: tail,

@@ -82,12 +82,13 @@ def test_miss_is_released_by_itself(serve: Serve, connect: Connect) -> None:
 def test_never_decided_is_a_miss(serve: Serve, connect: Connect) -> None:
     """After its deadline a lookup is a miss with the reason, and is released."""
     server = serve()
-    server.on(protocol.Lookup, lambda _: protocol.NotYet())
+    server.on(protocol.Lookup, lambda _: protocol.NotYet(doing="loading 3 objects"))
     client = connect("scheduler", lookup_timeout_s=0.05)
     result = client.lookup(**ASK).wait(20)
     assert result is not None
     assert result.tokens == 0
     assert isinstance(result.error, RequestTimeout)
+    assert "loading 3 objects" in str(result.error)
     wait_until(lambda: server.got(protocol.Release), "release arrives")
     assert client.connected
 
