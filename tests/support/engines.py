@@ -22,7 +22,8 @@ DTYPE = "float32"
 steps: plain vLLM's own prefix cache then changes tokens too (measured: 1 of 4 prompts)."""
 
 REQUEST_TIMEOUT_S = 15.0
-"""Seconds. Tests run on machines that are busy with others; they are not about this time."""
+LOOKUP_TIMEOUT_S = 30.0
+"""Seconds. Tests run on machines that are busy with others; they are not about these times."""
 
 LOGPROB_TOLERANCE = 0.01
 """Source: measured, below 0.001 between splits in float32; zeroed KV is off by 0.1 to 1."""
@@ -78,7 +79,12 @@ class Starter:
 
     @staticmethod
     def _settings(server: ServerProcess, more: dict[str, Any]) -> dict[str, Any]:
-        return {"persist.server": server.url, "persist.request_timeout": REQUEST_TIMEOUT_S, **more}
+        return {
+            "persist.server": server.url,
+            "persist.request_timeout": REQUEST_TIMEOUT_S,
+            "persist.lookup_timeout": LOOKUP_TIMEOUT_S,
+            **more,
+        }
 
     def kill_all(self) -> None:
         """SIGKILL everything that was started and lives; shows what the cache said meanwhile."""
