@@ -41,6 +41,7 @@ MIN_POOL_BYTES: Final = 1 << 20
 MAX_SIZE_BYTES: Final = 1 << 46
 """64 TiB: what a process can map on x86-64, with room to spare."""
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("text", "json")
 DURABILITIES: Final = ("sync", "relaxed")
 
 
@@ -190,6 +191,7 @@ SETTINGS: Final = (
     Setting("pool_wait", "pool_wait_s", _seconds, "wait so long for pool memory at start"),
     Setting("shutdown_timeout", "shutdown_timeout_s", _seconds, "flush so long at the end"),
     Setting("log_level", "log_level", _choice(*LOG_LEVELS), "debug, info, warning or error"),
+    Setting("log_format", "log_format", _choice(*LOG_FORMATS), "text, or json lines"),
 )
 """Every setting."""
 
@@ -219,6 +221,7 @@ class Settings:
         pool_wait_s: seconds.
         shutdown_timeout_s: seconds.
         log_level: one of :data:`LOG_LEVELS`.
+        log_format: one of :data:`LOG_FORMATS`.
         sources: for each field that is no default, where it came from.
     """
 
@@ -239,6 +242,7 @@ class Settings:
     pool_wait_s: float = 30.0
     shutdown_timeout_s: float = 10.0
     log_level: str = "info"
+    log_format: str = "text"
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -133,6 +133,8 @@ class Lookup(_Request, frozen=True, kw_only=True, tag="lookup"):
 
     ``held_tokens`` is what the engine holds itself: chunks that end there or before are
     not brought into slots. ``hashes`` and the rest count only the first time.
+    ``again``: this prompt was looked up before under another id (it was preempted), so that
+    metrics count it once.
     """
 
     lookup: Count
@@ -141,12 +143,17 @@ class Lookup(_Request, frozen=True, kw_only=True, tag="lookup"):
     held_tokens: Tokens = 0
     hashes: Hashes = b""
     wait_ms: WaitMs = 0
+    again: bool = False
 
 
 class Release(_Request, frozen=True, kw_only=True, tag="release"):
-    """Gives up a lookup: its lease, or the wish for one. Unknown ids are fine."""
+    """Gives up a lookup: its lease, or the wish for one. Unknown ids are fine.
+
+    ``loaded_tokens`` of what was found have been loaded; 0 if the load failed or never was.
+    """
 
     lookup: Count
+    loaded_tokens: Tokens = 0
 
 
 class Reserve(_Request, frozen=True, kw_only=True, tag="reserve"):

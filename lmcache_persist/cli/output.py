@@ -18,15 +18,9 @@ import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.errors import PersistError
+from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
 
 P = ParamSpec("P")
-
-
-def plain(text: object) -> str:
-    """``text`` with everything that is no printable character written as an escape."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text)
-    )
 
 
 class _OutputFailed(Exception):

@@ -67,6 +67,9 @@ def serve(
     log_level: Annotated[
         Text, typer.Option(metavar="LEVEL", help="debug, info, warning, error. [default: info]")
     ] = None,
+    log_format: Annotated[
+        Text, typer.Option(metavar="text|json", help="json: one object per line. [default: text]")
+    ] = None,
 ) -> int:
     """Run the cache server of one data dir until SIGTERM.
 
@@ -97,6 +100,7 @@ def serve(
             "pool_wait": pool_wait,
             "shutdown_timeout": shutdown_timeout,
             "log_level": log_level,
+            "log_format": log_format,
         }
     )
     from lmcache_persist.server.app import serve as run_server

@@ -153,7 +153,13 @@ class CacheClient(WaitingCalls):
     # -- the data path: never waits ------------------------------------------------------
 
     def lookup(
-        self, *, engine: str, hashes: Sequence[bytes], num_tokens: int, held_tokens: int = 0
+        self,
+        *,
+        engine: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        held_tokens: int = 0,
+        again: bool = False,
     ) -> LookupHandle:
         """Ask which prefix can be restored.
 
@@ -162,6 +168,7 @@ class CacheClient(WaitingCalls):
             hashes: the prompt's chunk hashes, from its first chunk.
             num_tokens: length of the prompt.
             held_tokens: what the engine holds itself.
+            again: this prompt was looked up before; the server's metrics count it once.
 
         Returns:
             A handle; undecided at first. Without a server it is a miss at once.
@@ -173,6 +180,7 @@ class CacheClient(WaitingCalls):
             hashes=hashes,
             num_tokens=num_tokens,
             held_tokens=held_tokens,
+            again=again,
         )
         handle.start()
         return handle

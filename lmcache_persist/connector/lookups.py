@@ -42,10 +42,12 @@ class LookupHandle:
         hashes: Sequence[bytes],
         num_tokens: int,
         held_tokens: int,
+        again: bool = False,
     ) -> None:
         self.id = next(_ids)
         self._session = session
         self._engine, self._num_tokens, self._held = engine, num_tokens, held_tokens
+        self._repeated = again
         self._hashes = b"".join(hashes)
         self._deadline = time.monotonic() + session.options.lookup_timeout_s
         self._guard = threading.Lock()
@@ -66,8 +68,12 @@ class LookupHandle:
         self._decided.wait(timeout_s)
         return self._result
 
-    def release(self) -> None:
-        """Give up the lease, or the wish for one. Repeatable; never waits, never fails."""
+    def release(self, *, loaded_tokens: int = 0) -> None:
+        """Give up the lease, or the wish for one. Repeatable; never waits, never fails.
+
+        Args:
+            loaded_tokens: how many of the tokens that were found have been loaded.
+        """
         with self._guard:
             if self._released:
                 return
@@ -76,7 +82,7 @@ class LookupHandle:
         if self._result is None:
             self._decide(LookupResult())
         if session_id:
-            self._session.owe(session_id, self._release_message)
+            self._session.owe(session_id, partial(self._release_message, loaded_tokens))
 
     # -- inside --------------------------------------------------------------------------
 
@@ -104,6 +110,7 @@ class LookupHandle:
                     held_tokens=self._held,
                     hashes=hashes,
                     wait_ms=int(1000 * min(left_s, timeout_s * _WAIT_SHARE)),
+                    again=self._repeated,
                 )
             )
         except PersistError as error:
@@ -158,5 +165,5 @@ class LookupHandle:
                 self._result = result
         self._decided.set()
 
-    def _release_message(self, link: Link) -> Release:
-        return Release(**link.header(), lookup=self.id)
+    def _release_message(self, loaded_tokens: int, link: Link) -> Release:
+        return Release(**link.header(), lookup=self.id, loaded_tokens=loaded_tokens)

@@ -29,7 +29,7 @@ from lmcache_persist.datadir import (
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
-from lmcache_persist.server import ballast, converge, crashes, recovery, reset
+from lmcache_persist.server import ballast, converge, crashes, logs, recovery, reset
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
@@ -69,7 +69,7 @@ def serve(settings: Settings) -> int:
         PersistError: the start failed.
     """
     os.umask(0o077)
-    _log_to_stderr(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     for number in STOP_SIGNALS:
         signal.signal(number, _give_up_start)
     for line in settings.describe():
@@ -305,13 +305,3 @@ class Server:
         state.mailbox.close()
         log.info("stopped")
         return drained
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -23,9 +23,11 @@ from lmcache_persist.errors import (
 )
 from lmcache_persist.geometry import Group
 from lmcache_persist.manifest import Manifest
+from lmcache_persist.printable import short
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, binding_bytes, sendable
 from lmcache_persist.store.base import DiskTier
+from lmcache_persist.store.throttle import Throttle
 
 if TYPE_CHECKING:
     from lmcache_persist.server.upstream import Passed, Upstream
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_RECORDING = 64
 """Refusals on their way into the manifest; more at once are only counted and logged."""
+MAX_WHO_CHARS = 120
 
 
 def start_candidate(settings: Settings, disk: DiskTier, first: Upstream | None) -> Binding | None:
@@ -109,6 +112,7 @@ class Binder:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._recording = 0
+        self._refusals: dict[str, Throttle] = {}
 
     def bind(self, message: protocol.Bind, answer: Answer) -> None:
         """Bind, find compatible, or refuse."""
@@ -283,8 +287,10 @@ class Binder:
 
         A geometry that is nonsense says nothing about a model and leaves no trace on disk.
         """
-        self._state.counters.rejections += 1
-        log.warning("refused %s: %s", who or "a client", error)
+        self._state.counters.rejected(error.code)
+        # Per reason: a client that goes on trying must not hide why another one is refused.
+        said = self._refusals.setdefault(error.code, Throttle(log))
+        said.warning(f"refused {short(who, MAX_WHO_CHARS) or 'a client'}: {error}")
         if isinstance(error, GeometryError) and not isinstance(error, AlignmentTooLarge):
             return
         if self._recording >= MAX_RECORDING:

@@ -82,6 +82,11 @@ class Converger:
             "trouble": self._trouble or None,
         }
 
+    @property
+    def disagreement(self) -> str:
+        """How the first server's boundaries differ from this one's; empty if they do not."""
+        return self._trouble if self._agrees is False else ""
+
     def _ask(self) -> None:
         self._state.run(self._upstream.executor, self._upstream.look, self._heard)
 

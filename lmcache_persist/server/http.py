@@ -1,96 +1,38 @@
 """HTTP: Prometheus metrics, liveness, readiness.
 
 Numbers are read from the loop's counters without asking it, so that an answer comes even
-when the loop is busy, and nothing is written anywhere.
+when the loop is busy or the disk hangs, and nothing is written anywhere.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
+import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseServer, TCPServer
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from lmcache_persist.errors import ConfigError
+from lmcache_persist.server.exposition import ServerCollector
+from lmcache_persist.server.health import Problem
 from lmcache_persist.server.service import Service
 
 log = logging.getLogger(__name__)
 
-PREFIX = "lmcache_persist_"
 TIMEOUT_S = 5.0
-
-COUNTERS: dict[str, str] = {
-    "binds": "Binds asked for.",
-    "lookups": "Lookups started.",
-    "lookup_tokens": "Tokens of prompts that were looked up.",
-    "hit_tokens": "Tokens that lookups found restorable.",
-    "memory_hit_chunks": "Chunks of hits that were in the pool.",
-    "disk_hit_chunks": "Chunks of hits that were read from disk.",
-    "loaded_bytes": "Bytes read from disk and verified.",
-    "stored_bytes": "Bytes made durable.",
-    "commits": "Reservations committed.",
-    "reserve_refused": "Keys that got no slot.",
-    "not_written": "Commits refused because their slot was not written.",
-    "dropped_chunks": "Committed chunks that did not become durable.",
-    "disk_evictions": "Chunks evicted from disk.",
-    "corrupt_chunks": "Chunks proven bad and dropped.",
-    "read_failures": "Reads that failed without a verdict on the object.",
-    "rejections": "Binds and registrations refused.",
-    "bad_messages": "Messages that could not be understood.",
-    "undeliverable": "Answers whose client was gone or did not read.",
-    "dead_clients": "Sessions ended because their process died.",
-}
-"""Counters by the field of :class:`~lmcache_persist.server.state.Counters`."""
-
-
-class _Collector(Collector):
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._service.stats()
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(PREFIX + name, text, value=stats["counters"][name])
-        gauges = {
-            "pool_size_bytes": ("Size of the pool.", stats["pool"]["size_bytes"]),
-            "pool_free_bytes": ("Bytes of the pool in no slot.", stats["pool"]["free_bytes"]),
-            "pool_chunks": ("Chunks in the pool.", stats["pool"]["chunks"]),
-            "leased_bytes": ("Bytes of the pool that lookups hold.", stats["leased_bytes"]),
-            "sessions": ("Sessions open.", stats["sessions"]),
-            "lookups_open": ("Lookups not yet released.", stats["lookups_open"]),
-            "longest_turn_seconds": (
-                "Longest time in which nobody was answered.",
-                stats["longest_turn_s"],
-            ),
-            "writer_backlog": ("Chunks that wait for the disk.", stats["writer"]["backlog"]),
-            "chunk_size_tokens": ("Bound chunk size, 0 if unbound.", stats["chunk_size"] or 0),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(PREFIX + name, text, value=value)
-
-
-def readiness(service: Service) -> list[str]:
-    """Why the data path does not work; empty if it does."""
-    stats = service.stats()
-    problems = []
-    if not stats["writer"]["alive"]:
-        problems.append("the writer thread has stopped")
-    if stats["writer"]["failing"]:
-        problems.append(f"the disk tier fails: {stats['writer']['last_error']}")
-    if stats["chunk_size_from"] and stats["chunk_size_from"]["agrees"] is False:
-        problems.append(stats["chunk_size_from"]["trouble"])
-    if not any(not engine["missing_ranks"] for engine in stats["engines"]):
-        problems.append("no engine is registered")
-    return problems
+MAX_CONNECTIONS = 32
+"""Served at once; more are closed at once, so that nobody makes threads without end."""
+JSON = "application/json"
 
 
 class HttpServer:
-    """Serves ``/metrics``, ``/healthz``, ``/readyz`` on a thread of its own.
+    """Serves ``/metrics``, ``/healthz``, ``/readyz`` on threads of its own.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -99,41 +41,28 @@ class HttpServer:
     def __init__(self, address: str, service: Service) -> None:
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
-        registry.register(_Collector(service))
+        registry.register(ServerCollector(service.stats))
+        ProcessCollector(registry=registry)
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = TIMEOUT_S
+        class Handler(_Handler):
+            """Of this service."""
 
-            def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self._reply(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-                elif self.path == "/healthz":
-                    self._reply(200, b"ok\n")
-                elif self.path == "/readyz":
-                    problems = readiness(service)
-                    body = "\n".join(problems or ["ready"]) + "\n"
-                    self._reply(503 if problems else 200, body.encode())
-                else:
-                    self._reply(404, b"try /metrics, /healthz or /readyz\n")
-
-            def _reply(self, status: int, body: bytes, kind: str = "text/plain") -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                log.debug(format, *args)
+            def answer(self, path: str) -> tuple[int, str, bytes]:
+                if path == "/metrics":
+                    return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+                if path == "/healthz":
+                    return health_answer("alive", service.liveness())
+                if path == "/readyz":
+                    return health_answer("ready", service.readiness())
+                return 404, "text/plain", b"try /metrics, /healthz or /readyz\n"
 
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+            self._server = _Server((host.strip("[]"), int(port)), Handler)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at http {address}: {error.strerror}",
                 hint="choose another --http HOST:PORT",
             ) from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 
@@ -146,3 +75,77 @@ class HttpServer:
         """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def health_answer(word: str, problems: list[Problem]) -> tuple[int, str, bytes]:
+    """Status, content type and JSON body: ``{word: true}``, or false with the reasons."""
+    reasons = [{"reason": one.reason, "detail": one.detail} for one in problems]
+    body = json.dumps({word: not problems, "reasons": reasons})
+    return 503 if problems else 200, JSON, body.encode() + b"\n"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking the DNS for a name that nobody wants to know."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread, if there are not too many."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One connection, to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news; anything else is a defect of ours."""
+        log.debug("http: a connection failed: %r", sys.exc_info()[1])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = TIMEOUT_S
+    server: BaseServer
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Status, content type and body of a page."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        """Answer with a page."""
+        status, kind, body = self.answer(self.path.partition("?")[0])
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        """As :meth:`do_GET`, without the body."""
+        self.do_GET()
+
+    def version_string(self) -> str:
+        """Who serves, without versions of anything."""
+        return "lmcache-persist"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Requests are no news."""
+        log.debug("http: %s", format % args)

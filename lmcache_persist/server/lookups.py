@@ -8,20 +8,23 @@ in the pool and leased is answered, so that a load has nothing left to fail at.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
 from lmcache_persist import geometry, protocol
-from lmcache_persist.errors import LeaseError, ObjectCorrupt, StoreError
+from lmcache_persist.errors import LeaseError, StoreError
 from lmcache_persist.hashing import ChunkHash
+from lmcache_persist.server.lookup import Lookup, Phase, Wanted
+from lmcache_persist.server.reading import Read, read_objects
 from lmcache_persist.server.registration import Engine, Registry
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.tally import Tally
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.allocator import slot_bytes
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, chunk_key
@@ -35,48 +38,6 @@ MAX_SLOTS_PER_ANSWER = protocol.MAX_MESSAGE_BYTES // 9 - 1024
 """Nine bytes is the most that an offset takes in MessagePack."""
 _SLOTS_PER_RUN = 5
 """What a run takes besides its offsets, in offsets."""
-
-Wanted = tuple[ChunkKey, Place]
-
-
-class Phase(Enum):
-    """Where a lookup is."""
-
-    FINDING = "searching the disk tier"
-    WAITING = "waiting for room in the pool"
-    LOADING = "loading"
-    DONE = "decided"
-
-
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """One lookup of one session."""
-
-    session: Session
-    number: int
-    engine: Engine
-    keys: list[ChunkKey]
-    num_tokens: int
-    held_chunks: int
-    phase: Phase = Phase.FINDING
-    cancelled: bool = False
-    present: list[int] = field(default_factory=list)
-    records: dict[ChunkKey, ChunkRecord] = field(default_factory=dict)
-    leased: list[Entry] = field(default_factory=list)
-    leased_bytes: int = 0
-    pending: set[Wanted] = field(default_factory=set)
-    failed: set[ChunkKey] = field(default_factory=set)
-    from_disk: set[ChunkKey] = field(default_factory=set)
-    prefix_tokens: int = 0
-    result: protocol.Found | None = None
-    answer: Answer | None = None
-    answer_by_s: float = 0.0
-    timed: bool = False
-
-    def not_yet(self) -> protocol.NotYet:
-        """What to say while it is undecided."""
-        left = f" {len(self.pending)} objects" if self.phase is Phase.LOADING else ""
-        return protocol.NotYet(doing=f"{self.phase.value}{left}")
 
 
 class Lookups:
@@ -92,10 +53,20 @@ class Lookups:
         self._lookups: dict[tuple[str, int], Lookup] = {}
         self._waiting: deque[Lookup] = deque()
         self._loading: dict[Wanted, list[Lookup]] = {}
+        self._reads = itertools.count(1)
+        self._tally = Tally(state)
         self._unsearchable, self._corrupt, self._unreadable = (Throttle(log) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self._lookups)
+
+    def phases(self) -> dict[str, int]:
+        """How many lookups are at what; ``leased`` are decided and hold slots. Threads: any."""
+        found = dict.fromkeys(("finding", "waiting", "loading", "leased", "missed"), 0)
+        for lookup in list(self._lookups.values()):
+            done = "leased" if lookup.prefix_tokens else "missed"
+            found[done if lookup.phase is Phase.DONE else lookup.phase.name.lower()] += 1
+        return found
 
     # -- messages ----------------------------------------------------------------------
 
@@ -132,11 +103,13 @@ class Lookups:
         answer, lookup.answer = lookup.answer, None
         answer(lookup.not_yet())
 
-    def release(self, session: Session, number: int) -> None:
-        """End a lookup, whatever it is at."""
+    def release(self, session: Session, number: int, loaded_tokens: int = 0) -> None:
+        """End a lookup, whatever it is at; ``loaded_tokens`` of it the engine has loaded."""
         lookup = self._lookups.pop((session.token, number), None)
         if lookup is None:
             return
+        if loaded_tokens and lookup.result is not None:
+            self._tally.loaded(lookup, loaded_tokens)
         session.lookups.discard(number)
         lookup.cancelled = True
         lookup.answer = None
@@ -161,9 +134,6 @@ class Lookups:
         hashes = protocol.split_hashes(message.hashes)
         engine = self._registry.get(message.engine)
         binding = self._state.binding
-        counters = self._state.counters
-        counters.lookups += 1
-        counters.lookup_tokens += message.num_tokens
         if engine is None or engine.fingerprint is None or binding is None:
             keys: list[ChunkKey] = []
             engine = engine or Engine(message.engine, 1, {}, ())
@@ -174,7 +144,17 @@ class Lookups:
         held = message.held_tokens // binding.chunk_size if binding else 0
         # As it is now: ranks may leave, or register something else, while this goes on.
         engine = replace(engine, ranks=dict(engine.ranks))
-        lookup = Lookup(session, message.lookup, engine, keys, message.num_tokens, held)
+        lookup = Lookup(
+            session,
+            message.lookup,
+            engine,
+            keys,
+            message.num_tokens,
+            held,
+            started_s=time.monotonic(),
+            counted=not message.again,
+        )
+        self._tally.started(lookup)
         self._lookups[session.token, message.lookup] = lookup
         session.lookups.add(message.lookup)
         self._find(lookup)
@@ -360,6 +340,8 @@ class Lookups:
         if entry is None:
             raise RuntimeError("a chunk without an entry is being read")
         state.memory.pin(entry)
+        number = next(self._reads)
+        state.reading[number] = time.monotonic()
         views = {
             place: state.pool.view(entry.slots[place].offset, entry.slots[place].nbytes)
             for place in places
@@ -367,16 +349,20 @@ class Lookups:
         state.run(
             state.readers,
             lambda: read_objects(state.disk.read_into, record, views),
-            lambda done: self._read_done(entry, places, done),
+            lambda done: self._read_done(number, entry, places, done),
         )
 
-    def _read_done(self, entry: Entry, places: list[Place], done: Future[Read]) -> None:
+    def _read_done(
+        self, number: int, entry: Entry, places: list[Place], done: Future[Read]
+    ) -> None:
         state = self._state
+        del state.reading[number]
         outcome = done.result()
+        state.histograms.disk_read_seconds.observe(outcome.seconds)
         bad = [place for place in places if place not in outcome.good]
         for place in outcome.good:
             entry.slots[place].ready = True
-            state.counters.loaded_bytes += entry.slots[place].nbytes
+            state.counters.disk_read_bytes += entry.slots[place].nbytes
         if outcome.corrupt:
             state.counters.corrupt_chunks += 1
             self._corrupt.warning(f"chunk is corrupt and dropped: {outcome.error}")
@@ -432,10 +418,7 @@ class Lookups:
             memory_chunks=len(needs) - disk_chunks,
             disk_chunks=disk_chunks,
         )
-        counters = self._state.counters
-        counters.hit_tokens += prefix
-        counters.memory_hit_chunks += len(needs) - disk_chunks
-        counters.disk_hit_chunks += disk_chunks
+        self._tally.decided(lookup, lookup.result)
         if needs:
             self._state.writer.touch(lookup.keys[: self._chunks(lookup)])
         # What it took to decide is not needed any more, and a client may keep many.
@@ -474,31 +457,3 @@ def _chunks_per_message(engine: Engine) -> int:
     """How many chunks' slots the answer to a lookup can name."""
     runs = max(1, len(engine.ranks) * sum(group.cacheable for group in engine.groups))
     return max(0, (MAX_SLOTS_PER_ANSWER - _SLOTS_PER_RUN * runs) // runs)
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What reading one chunk's objects gave."""
-
-    good: set[Place]
-    corrupt: bool = False
-    error: str = ""
-
-
-def read_objects(
-    read_into: Callable[[ChunkRecord, Place, memoryview], bool],
-    record: ChunkRecord,
-    views: Mapping[Place, memoryview],
-) -> Read:
-    """Read and verify objects of one chunk; never raises for a disk's sake."""
-    good: set[Place] = set()
-    for place, view in views.items():
-        try:
-            if not read_into(record, place, view):
-                return Read(good)
-        except ObjectCorrupt as error:
-            return Read(good, True, str(error))
-        except (StoreError, OSError) as error:
-            return Read(good, False, str(error))
-        good.add(place)
-    return Read(good)

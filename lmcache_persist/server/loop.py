@@ -36,7 +36,6 @@ RECEIVE_QUEUE = 64
 POLL_S = 1.0
 LONG_TURN_S = 0.5
 """Seconds. Half of what a client waits for an answer."""
-LOG_EVERY_S = 30.0
 
 
 class Loop:
@@ -57,8 +56,7 @@ class Loop:
         self._mailbox: Mailbox = state.mailbox
         self._running = True
         self._socket_path = ""
-        self._last_log_s = -LOG_EVERY_S
-        self._long_turns = Throttle(log)
+        self._bad_messages, self._long_turns = Throttle(log), Throttle(log)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -100,10 +98,12 @@ class Loop:
             if self._socket in ready:
                 self._receive()
             self._guard(self._state.timers.run_due)
-            self._note(time.monotonic() - began_s)
+            self._note(began_s)
 
-    def _note(self, turn_s: float) -> None:
+    def _note(self, began_s: float) -> None:
         """Nobody is answered during a turn: a long one is a defect, ours or the machine's."""
+        self._state.turned_s = time.monotonic()
+        turn_s = self._state.turned_s - began_s
         self._state.longest_turn_s = max(self._state.longest_turn_s, turn_s)
         if turn_s >= LONG_TURN_S:
             self._long_turns.warning(f"the server answered nobody for {turn_s:.1f} s")
@@ -151,10 +151,7 @@ class Loop:
 
     def _bad(self, text: str) -> None:
         self._state.counters.bad_messages += 1
-        now = time.monotonic()
-        if now - self._last_log_s >= LOG_EVERY_S:
-            self._last_log_s = now
-            log.warning("bad message (%d so far): %s", self._state.counters.bad_messages, text)
+        self._bad_messages.warning(f"bad message: {text}")
 
     def _answer_to(self, peer: bytes, request_id: bytes) -> Answer:
         open_ = True
@@ -186,7 +183,7 @@ class Loop:
         try:
             action()
         except Exception:  # the loop's last line: logged with its traceback, counted
-            self._state.counters.bad_messages += 1
+            self._state.counters.defects += 1
             log.exception("defect in the server; please report it")
 
 

@@ -24,6 +24,7 @@ from lmcache_persist.errors import (
 from lmcache_persist.geometry import Group
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.server.binder import Binder
+from lmcache_persist.server.metrics import Traffic
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, sendable
@@ -54,6 +55,7 @@ class Engine:
 
     Attributes:
         fingerprint: empty until all ranks are there.
+        traffic: what it did since it registered.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Engine:
     groups: tuple[Group, ...]
     ranks: dict[int, Rank] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def missing_ranks(self) -> list[int]:

@@ -13,12 +13,14 @@ from lmcache_persist.errors import PersistError, StoreIOError
 from lmcache_persist.manifest import SCHEMA_VERSION, ManifestSnapshot
 from lmcache_persist.server.binder import Binder
 from lmcache_persist.server.converge import Converger
+from lmcache_persist.server.health import Probe, Problem, liveness, readiness
 from lmcache_persist.server.live_check import LiveCheck
 from lmcache_persist.server.lookups import Lookups
 from lmcache_persist.server.registration import Registry
 from lmcache_persist.server.report import inspect_document
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
+from lmcache_persist.server.stats import StatsReport
 from lmcache_persist.server.stores import Stores
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.writer import Outcome
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_ENGINES_SHOWN, MAX_RANKS_SHOWN, MAX_NAME_CHARS = 256, 64, 200
-"""Bounds of what stats says of engines: whatever registers, the numbers fit a message."""
 TICK_S = 0.5
 """Seconds between looks at client locks and at what rests."""
 
@@ -57,6 +57,10 @@ class Service:
         self.lookups = Lookups(state, self.registry, self.sessions)
         self._stores = Stores(state, self.registry, self.sessions, self.lookups.retry_waiting)
         self._check = LiveCheck(state)
+        self._probe = Probe(state)
+        self._report = StatsReport(
+            state, self.sessions, self.registry, self.lookups, self._stores, self._probe
+        )
         self._converger: Converger | None = None
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
             protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
@@ -77,6 +81,7 @@ class Service:
 
     def handle(self, message: protocol.Request, answer: Answer) -> None:
         """Do what a message asks; every refusal is answered, none is raised."""
+        self._state.counters.requests[message.__struct_config__.tag] += 1  # type: ignore[index]
         try:
             if isinstance(message, protocol.Hello):
                 answer(self.sessions.hello(message))
@@ -101,6 +106,7 @@ class Service:
         self._state.timers.call_in(TICK_S, self._tick)
         self.sessions.tick()
         self._stores.tick()
+        self._probe.tick()
 
     def _session_ended(self, session: Session) -> None:
         self.lookups.forget_session(session)
@@ -108,7 +114,7 @@ class Service:
         self.registry.forget_session(session.token)
 
     def _release(self, session: Session, message: protocol.Release, answer: Answer) -> None:
-        self.lookups.release(session, message.lookup)
+        self.lookups.release(session, message.lookup, message.loaded_tokens)
         answer(protocol.Done())
 
     def _give_back(self, session: Session, message: protocol.GiveBack, answer: Answer) -> None:
@@ -123,46 +129,16 @@ class Service:
 
     def stats(self) -> dict[str, Any]:
         """The server's numbers as plain JSON; names are those of docs/metrics.md."""
-        state = self._state
-        memory = state.memory
-        return {
-            "boot_id": state.boot_id,
-            "endpoint": state.endpoint,
-            "started_at": state.started_at,
-            "chunk_size": state.binding.chunk_size if state.binding else None,
-            "boundary_id": state.binding.boundary_id if state.binding else None,
-            "chunk_size_from": self._converger.stats() if self._converger else None,
-            "counters": {name: getattr(state.counters, name) for name in state.counters.__slots__},
-            "committed_seq": state.sequence.last,
-            "durable_seq": state.sequence.durable_seq,
-            "pool": {
-                "size_bytes": state.pool.size_bytes,
-                "free_bytes": memory.allocator.free_bytes,
-                "chunks": len(memory),
-                "evictions": memory.evictions,
-                "reservations": memory.reservations,
-            },
-            "sessions": len(self.sessions),
-            "engines": [
-                {
-                    "engine": engine.name,
-                    "model": str(engine.identity.get("model", ""))[:MAX_NAME_CHARS],
-                    "fingerprint": engine.fingerprint,
-                    "missing_ranks": engine.missing_ranks[:MAX_RANKS_SHOWN],
-                }
-                for engine in self.registry.all()[:MAX_ENGINES_SHOWN]
-            ],
-            "lookups_open": len(self.lookups),
-            "longest_turn_s": state.longest_turn_s,
-            "leased_bytes": sum(session.held_bytes for session in self.sessions.all()),
-            "writer": {
-                "alive": state.writer.alive,
-                "backlog": state.writer.backlog,
-                "failures": state.writer.failures,
-                "failing": state.writer.failing,
-                "last_error": state.writer.last_error,
-            },
-        }
+        return self._report.make(self._converger, self.readiness())
+
+    def liveness(self) -> list[Problem]:
+        """Why only a restart helps; empty while the server lives. Threads: any."""
+        return liveness(self._state)
+
+    def readiness(self) -> list[Problem]:
+        """Why the data path does not work; empty if it does. Threads: any."""
+        differs = self._converger.disagreement if self._converger else ""
+        return readiness(self._state, self._probe, self.registry.all(), differs)
 
     def _inspect(self, session: Session, message: protocol.AdminInspect, answer: Answer) -> None:
         live = self.stats()

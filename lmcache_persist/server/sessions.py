@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lmcache_persist import protocol
 from lmcache_persist.errors import LeaseError, ProtocolError, Stale, UnsupportedVersion
+from lmcache_persist.server.metrics import Traffic
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import client_is_dead
 from lmcache_persist.store.pool import remove_dead_clients
@@ -40,6 +41,7 @@ class Session:
         lock: the client lock's token, empty if it has none.
         last_seen_s: monotonic.
         held_bytes: pool bytes of its leases (reservations are counted by the memory tier).
+        traffic: of the engine that it stored for last.
     """
 
     token: str
@@ -49,6 +51,7 @@ class Session:
     last_seen_s: float
     held_bytes: int = 0
     lookups: set[int] = field(default_factory=set)
+    traffic: Traffic | None = None
 
 
 class Sessions:
@@ -70,6 +73,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def clients(self) -> int:
+        """Processes that hold a client lock."""
+        return len(self._by_lock)
 
     def all(self) -> list[Session]:
         """The sessions, for reports."""
@@ -176,8 +184,10 @@ class Sessions:
             raise TypeError("hello opens a session, it has none")
         session = self._sessions.get(message.session)
         if message.boot != self._state.boot_id or session is None:
+            self._state.counters.stale_messages += 1
             raise Stale("message of another boot or session", hint="start over with hello")
         if check_binding and message.binding != self._state.binding_id:
+            self._state.counters.stale_messages += 1
             raise Stale(
                 f"message for binding {message.binding or 'none'},"
                 f" this server has {self._state.binding_id or 'none'}",

@@ -21,6 +21,7 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server.mailbox import Mailbox
+from lmcache_persist.server.metrics import Counters, Histograms
 from lmcache_persist.store.base import DiskTier
 from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
@@ -39,34 +40,6 @@ NUM_READERS = 2
 def utc_now() -> str:
     """The wall clock as the manifest keeps it: UTC, ISO 8601 with microseconds."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-@dataclass(slots=True)
-class Counters:
-    """Numbers that only grow while the server lives.
-
-    Threads: written on the loop (plain adds), read anywhere.
-    """
-
-    binds: int = 0
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    memory_hit_chunks: int = 0
-    disk_hit_chunks: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    commits: int = 0
-    reserve_refused: int = 0
-    not_written: int = 0
-    dropped_chunks: int = 0
-    disk_evictions: int = 0
-    corrupt_chunks: int = 0
-    read_failures: int = 0
-    rejections: int = 0
-    bad_messages: int = 0
-    undeliverable: int = 0
-    dead_clients: int = 0
 
 
 class Timers:
@@ -95,7 +68,13 @@ class Timers:
 
 @dataclass(slots=True)
 class ServerState:
-    """The parts of one server. The loop owns all of it; see each part for its threads."""
+    """The parts of one server. The loop owns all of it; see each part for its threads.
+
+    Attributes:
+        reading: disk reads under way, by a number, with the monotonic time of their start.
+        started_s: monotonic time of the start.
+        turned_s: of the loop's last turn.
+    """
 
     settings: Settings
     boot_id: str
@@ -112,6 +91,10 @@ class ServerState:
     upstream: Upstream | None = None
     longest_turn_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
+    histograms: Histograms = field(default_factory=Histograms)
+    reading: dict[int, float] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+    turned_s: float = field(default_factory=time.monotonic)
     timers: Timers = field(default_factory=Timers)
     clerk: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="clerk")

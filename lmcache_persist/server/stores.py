@@ -21,7 +21,7 @@ from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.allocator import slot_bytes
-from lmcache_persist.store.base import ChunkKey, chunk_key
+from lmcache_persist.store.base import ChunkKey, DropReason, chunk_key
 from lmcache_persist.store.memory import Reservation, Writeable
 from lmcache_persist.store.writer import Outcome, WriteJob
 
@@ -70,6 +70,7 @@ class Stores:
             RegistrationError: the engine's rank is not registered, or a mask is wrong.
         """
         engine = self._engine(session, message)
+        session.traffic = engine.traffic
         hashes = protocol.split_hashes(message.hashes)
         if len(hashes) != len(message.masks):
             raise MalformedMessage(f"{len(hashes)} hashes and {len(message.masks)} masks")
@@ -90,7 +91,7 @@ class Stores:
             sizes = {group: nbytes[group] for group in members}
             reservation = self._reserve(session, engine, message.rank, key, sizes)
             if reservation is None:
-                self._state.counters.reserve_refused += 1
+                self._state.counters.dropped(DropReason.NO_SLOT)
                 continue
             offsets = [reservation.slots[group].offset for group in members]
             grants.append(protocol.Grant(index, reservation.number, offsets))
@@ -136,6 +137,7 @@ class Stores:
     def commit(self, session: Session, message: protocol.Commit) -> protocol.Committed:
         """Take over written slots; unknown and unwritten ones are named in ``refused``."""
         state, refused = self._state, []
+        before = state.memory.committed_bytes
         seq = state.sequence.begin()
         for number in message.reservations:
             try:
@@ -143,11 +145,15 @@ class Stores:
             except (LeaseError, SlotNotWritten) as error:
                 refused.append(number)
                 if isinstance(error, SlotNotWritten):
-                    state.counters.not_written += 1
+                    state.counters.dropped(DropReason.NOT_WRITTEN)
                 continue
             state.counters.commits += 1
             if ready is not None:
                 self._write(ready)
+        nbytes = state.memory.committed_bytes - before
+        state.counters.committed_bytes += nbytes
+        if session.traffic is not None:
+            session.traffic.committed_bytes += nbytes
         return protocol.Committed(seq=seq, refused=refused)
 
     def _write(self, ready: Writeable) -> None:
@@ -157,7 +163,7 @@ class Stores:
             for place, slot in ready.entry.slots.items()
             if ready.mask >> place.group & 1
         }
-        state.writer.submit(WriteJob(ready.entry.key, objects, ready))
+        state.writer.submit(WriteJob(ready.entry.key, objects, ready, time.monotonic()))
 
     def give_back(self, session: Session, message: protocol.GiveBack) -> None:
         """End reservations that are not used."""
@@ -167,14 +173,20 @@ class Stores:
 
     def written(self, outcome: Outcome) -> None:
         """The writer finished a batch: unpin the slots, publish ``durable_seq``."""
-        state = self._state
+        state, counters, now_s = self._state, self._state.counters, time.monotonic()
         for job, durable in outcome.jobs:
             if durable:
-                state.counters.stored_bytes += job.nbytes
+                counters.stored_chunks += 1
+                counters.stored_bytes += job.nbytes
+                state.histograms.durable_seconds.observe(now_s - job.committed_s)
             else:
-                state.counters.dropped_chunks += 1
+                counters.dropped_chunks += 1
+                counters.dropped(outcome.dropped.get(job.key, DropReason.DISK_ERROR))
             state.memory.written(job.token, durable=durable)  # type: ignore[arg-type]
-        state.counters.disk_evictions += len(outcome.evicted)
+        if outcome.seconds is not None:
+            state.histograms.group_commit_seconds.observe(outcome.seconds)
+        counters.disk_evictions += len(outcome.evicted)
+        counters.swept_objects += outcome.swept
         self._answer_flushes()
         self._on_room()
 
@@ -196,7 +208,12 @@ class Stores:
         self._state.timers.call_in(message.wait_ms / 1000, lambda: self._give_up(flush))
 
     def _flushed(self) -> protocol.Flushed:
-        return protocol.Flushed(dropped_chunks=self._state.counters.dropped_chunks)
+        return protocol.Flushed(dropped_chunks=self._state.memory.dropped)
+
+    @property
+    def flushes_waiting(self) -> int:
+        """Flushes that wait for the disk. Threads: any."""
+        return len(self._flushes)
 
     def _answer_flushes(self) -> None:
         durable = self._state.sequence.durable_seq

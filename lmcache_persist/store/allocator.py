@@ -49,6 +49,11 @@ class SlotAllocator:
         self._used[start] = need
         return start
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """Bytes of the longest free run: the largest slot that needs no eviction."""
+        return self._by_size[-1][0] if self._by_size else 0
+
     def free(self, offset: int) -> None:
         """Take a slot back. ``ValueError`` for an offset that is not handed out."""
         size = self._used.pop(offset, None)

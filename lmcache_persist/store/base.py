@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar, NamedTuple, NewType
 
 from lmcache_persist.binding import Binding
@@ -31,6 +32,7 @@ __all__ = [
     "ChunkRecord",
     "ChunkWrite",
     "DiskTier",
+    "DropReason",
     "Dropped",
     "FingerprintUsage",
     "Place",
@@ -114,11 +116,29 @@ class ChunkWrite:
     objects: Mapping[Place, memoryview | bytes]
 
 
+class DropReason(StrEnum):
+    """Why a store did not become durable: the words of the metrics."""
+
+    NO_SLOT = "no_slot"
+    """No room in the pool, or the client's share of it is used up."""
+    NOT_WRITTEN = "not_written"
+    """Committed, but an extent of its slot was never written."""
+    INCOMPLETE = "incomplete"
+    """Another rank's part never came."""
+    TOO_LARGE = "too_large"
+    """The chunk can never fit the disk tier."""
+    NO_ROOM = "no_room"
+    """The disk tier had no room, even after eviction."""
+    DISK_ERROR = "disk_error"
+    """The disk failed."""
+
+
 class Dropped(NamedTuple):
-    """A chunk that was not written, and why (for a log line)."""
+    """A chunk that was not written, and why (the text for a log line)."""
 
     key: ChunkKey
     reason: str
+    kind: DropReason = DropReason.NO_ROOM
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from lmcache_persist.store.base import (
     ChunkWrite,
     DiskTier,
     Dropped,
+    DropReason,
     Place,
     Usage,
     WriteReport,
@@ -244,7 +245,7 @@ class LmdbDisk(DiskTier):
                 sizes |= {place: record.objects.nbytes(place) for place in record.objects}
             reason = capacity.refusal(sizes, self._budget)
             if reason:
-                report.dropped.append(Dropped(write.key, reason))
+                report.dropped.append(Dropped(write.key, reason, DropReason.TOO_LARGE))
                 continue
             pages += self._pages(write)
             if not groups or pages > self._budget.pages_per_transaction:

@@ -123,6 +123,12 @@ class Writeable:
 class MemoryTier:
     """Chunks in the pool.
 
+    Attributes:
+        evictions: chunks evicted from the pool.
+        dropped: chunks that were committed and did not become durable.
+        incomplete: those of ``dropped`` whose other ranks' part never came.
+        committed_bytes: bytes of objects that commits brought.
+
     Threads: one (the server's loop). Other threads only use the views handed to them,
     whose entries are pinned meanwhile.
     """
@@ -134,6 +140,8 @@ class MemoryTier:
         self.share_bytes = self.allocator.size_bytes // 2
         self.evictions = 0
         self.dropped = 0
+        self.incomplete = 0
+        self.committed_bytes = 0
         self._entries: dict[ChunkKey, Entry] = {}
         self._evictable: OrderedDict[ChunkKey, Entry] = OrderedDict()
         self._reservations: dict[int, Reservation] = {}
@@ -160,6 +168,11 @@ class MemoryTier:
     def evictable_bytes(self) -> int:
         """Bytes of entries that nobody holds."""
         return sum(entry.nbytes for entry in self._evictable.values())
+
+    @property
+    def all_reserved_bytes(self) -> int:
+        """Bytes that all sessions have reserved. Threads: any."""
+        return sum(list(self._reserved_bytes.values()))
 
     def reserved_bytes(self, owner: str) -> int:
         """Bytes that a session has reserved."""
@@ -228,6 +241,7 @@ class MemoryTier:
                 continue
             slot.ready = True
             entry.slots[place] = slot
+            self.committed_bytes += slot.nbytes
         if key in self._doomed and entry.incomplete and not (entry.pins or entry.leases):
             self._drop_incomplete(entry)
             self.sequence.add(seq)
@@ -283,6 +297,7 @@ class MemoryTier:
         for place in [place for place in entry.slots if not complete >> place.group & 1]:
             self.allocator.free(entry.slots.pop(place).offset)
         self.dropped += 1
+        self.incomplete += 1
         self._settle_seqs(entry)
         self._settle(entry)
 
@@ -370,6 +385,7 @@ class MemoryTier:
             raise RuntimeError("a held entry is never dropped")
         if entry.seqs:
             self.dropped += 1
+            self.incomplete += 1
         self._evictable.pop(entry.key, None)
         self._remove(entry)
 

@@ -18,6 +18,7 @@ from lmcache_persist.store.base import (
     ChunkWrite,
     DiskTier,
     Dropped,
+    DropReason,
     FingerprintUsage,
     Place,
     StoredObject,
@@ -96,7 +97,7 @@ class MemoryDisk(DiskTier):
             for write in batch:
                 reason = self._refusal(write)
                 if reason:
-                    report.dropped.append(Dropped(write.key, reason))
+                    report.dropped.append(Dropped(write.key, reason, DropReason.TOO_LARGE))
                 else:
                     accepted.append(write)
             for write in accepted:

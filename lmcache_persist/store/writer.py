@@ -12,10 +12,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_persist.errors import StoreDamaged, StoreError
-from lmcache_persist.store.base import ChunkKey, ChunkWrite, DiskTier, Place
+from lmcache_persist.store.base import ChunkKey, ChunkWrite, DiskTier, DropReason, Place
+from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +27,19 @@ IDLE_S = 0.5
 """Seconds between rounds when nothing is written: touches are applied, room is made."""
 SWEEP_S = 0.25
 """Seconds of an idle round that stale chunks are removed for: no more than half of the disk."""
-LOG_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """One chunk to write; ``token`` is the loop's own and comes back with the outcome."""
+    """One chunk to write; ``token`` is the loop's own and comes back with the outcome.
+
+    ``committed_s`` is the monotonic time of the commit that made it ready.
+    """
 
     key: ChunkKey
     objects: Mapping[Place, memoryview]
     token: object
+    committed_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -45,10 +49,21 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch: the jobs with whether each is durable, and what was evicted."""
+    """What became of a batch, or of a round without one.
 
-    jobs: Sequence[tuple[WriteJob, bool]]
-    evicted: Sequence[ChunkKey]
+    Attributes:
+        jobs: with whether each is durable.
+        evicted: gone from disk.
+        dropped: why, of jobs that are not durable; the disk failed where it says nothing.
+        seconds: that the write took, its sync included; None without one, or if it failed.
+        swept: stale objects removed.
+    """
+
+    jobs: Sequence[tuple[WriteJob, bool]] = ()
+    evicted: Sequence[ChunkKey] = ()
+    dropped: Mapping[ChunkKey, DropReason] = field(default_factory=dict)
+    seconds: float | None = None
+    swept: int = 0
 
 
 class Writer:
@@ -63,6 +78,7 @@ class Writer:
         failures: disk actions that failed so far.
         last_error: of the last disk action that failed.
         failing: whether no write succeeded since then.
+        busy_since_s: monotonic time at which the disk action under way began, else None.
 
     Threads: ``submit``, ``touch``, ``drop`` any; ``close`` one.
     """
@@ -74,11 +90,12 @@ class Writer:
         self._lock = threading.Lock()
         self._touched: list[Sequence[ChunkKey]] = []
         self._bad: list[ChunkKey] = []
-        self._last_log_s = -LOG_EVERY_S
+        self._failed, self._not_stored = Throttle(log), Throttle(log)
         self.on_damage: Callable[[str], None] = lambda text: None
         self.failures = 0
         self.failing = False
         self.last_error: str | None = None
+        self.busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
@@ -154,20 +171,25 @@ class Writer:
             self._guard(lambda: self._disk.drop(bad))
 
     def _write(self, batch: list[WriteJob]) -> None:
-        durable: set[ChunkKey] = set()
-        evicted: Sequence[ChunkKey] = ()
+        outcome = Outcome([(job, False) for job in batch])
 
         def write() -> None:
-            nonlocal evicted
+            nonlocal outcome
+            begin_s = time.monotonic()
             report = self._disk.write([ChunkWrite(job.key, job.objects) for job in batch])
-            durable.update(report.written)
-            evicted = report.evicted
             self.failing = False
-            for key, reason in report.dropped:
-                self._complain(f"chunk {key.hex()[-16:]} not stored: {reason}")
+            durable = set(report.written)
+            outcome = Outcome(
+                [(job, job.key in durable) for job in batch],
+                report.evicted,
+                {key: kind for key, _, kind in report.dropped},
+                time.monotonic() - begin_s,
+            )
+            for key, reason, _ in report.dropped:
+                self._not_stored.warning(f"chunk {key.hex()[-16:]} not stored: {reason}")
 
         self._guard(write)
-        self._deliver(Outcome([(job, job.key in durable) for job in batch], evicted))
+        self._deliver(outcome)
 
     def _make_room(self) -> None:
         while self._queue.empty():
@@ -175,7 +197,7 @@ class Writer:
             self._guard(lambda: evicted.extend(self._disk.evict()))  # noqa: B023 - called now
             if not evicted:
                 return
-            self._deliver(Outcome((), evicted))
+            self._deliver(Outcome(evicted=evicted))
 
     def _sweep(self) -> None:
         """Remove stale chunks for a while, as long as nothing waits to be written."""
@@ -184,7 +206,10 @@ class Writer:
 
         def sweep() -> None:
             nonlocal more
-            more = self._disk.sweep_stale() > 0
+            swept = self._disk.sweep_stale()
+            more = swept > 0
+            if more:
+                self._deliver(Outcome(swept=swept))
 
         while more and self._queue.empty() and time.monotonic() < until:
             more = False  # also if the disk fails
@@ -192,23 +217,20 @@ class Writer:
 
     def _guard(self, action: Callable[[], object]) -> None:
         """Run a disk action; a failing disk costs cache, never the thread."""
+        self.busy_since_s = time.monotonic()
         try:
             action()
         except StoreError as error:
-            self.failures += 1
-            self.failing = True
-            self.last_error = str(error)
-            self._complain(f"disk tier: {error}")
+            self._note_failure(str(error))
             if isinstance(error, StoreDamaged):
                 self.on_damage(error.message)
         except OSError as error:
-            self.failures += 1
-            self.failing = True
-            self.last_error = f"{type(error).__name__}: {error}"
-            self._complain(f"disk tier: {error}")
+            self._note_failure(f"{type(error).__name__}: {error}")
+        finally:
+            self.busy_since_s = None
 
-    def _complain(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._last_log_s >= LOG_EVERY_S:
-            self._last_log_s = now
-            log.warning("%s", text)
+    def _note_failure(self, text: str) -> None:
+        self.failures += 1
+        self.failing = True
+        self.last_error = text
+        self._failed.warning(f"disk tier: {text}")

@@ -109,7 +109,7 @@ def check_only_the_window_is_read(
     (model,) = found["models"]
     object_bytes = model["bytes"] // model["objects"]
     read_objects = 5 + 5 * 2
-    assert found["server"]["counters"]["loaded_bytes"] == read_objects * object_bytes
+    assert found["server"]["counters"]["disk_read_bytes"] == read_objects * object_bytes
     assert engine.call("counters")["load_disk_chunks"] == 5
 
 

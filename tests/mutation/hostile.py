@@ -22,9 +22,9 @@ MUTATIONS = (
     ),
     Mutation(
         "endless-model-names-in-stats",
-        _SERVER + "service.py",
-        "[:MAX_NAME_CHARS]",
-        "* 20",
+        _SERVER + "stats.py",
+        'short(engine.identity.get("model", ""), MAX_NAME_CHARS)',
+        'str(engine.identity.get("model", "")) * 20',
         (_FUZZ + "test_odd_identities_are_answered",),
     ),
     Mutation(

@@ -14,8 +14,8 @@ import pytest
 from lmcache_persist import protocol
 from lmcache_persist.errors import LeaseError, ProtocolError
 from lmcache_persist.server import sessions as module
+from lmcache_persist.server.metrics import Counters
 from lmcache_persist.server.sessions import Session, Sessions
-from lmcache_persist.server.state import Counters
 from lmcache_persist.shm import PoolPaths
 
 HOLDER = (

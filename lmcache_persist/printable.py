@@ -1,0 +1,22 @@
+"""Text from outside (model names, paths, other people's words) made safe to show. Pure."""
+
+from __future__ import annotations
+
+
+def plain(text: object) -> str:
+    """``text`` with everything that is no printable character written as an escape.
+
+    What comes out is one line and cannot steer a terminal, a log or a label.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+    )
+
+
+def short(text: object, limit: int) -> str:
+    """:func:`plain`, cut to at most ``limit`` characters of the original."""
+    shown = str(text)
+    return plain(shown if len(shown) <= limit else f"{shown[: limit - 3]}...")
