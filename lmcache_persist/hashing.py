@@ -1,6 +1,7 @@
 """The chunk hash chain, boundary and binding ids, and extent digests. Pure.
 
-``h[-1] = BLAKE3(label, hash version, chunk size)`` and
+``h[-1] = BLAKE3(label, hash version, chunk size, namespace)``, the namespace empty but for
+an engine that shares with nobody, and
 ``h[i] = BLAKE3(h[i-1], u32 length, extra, tokens as little-endian u32)`` where *extra* is
 each :class:`ExtraKey` as (u8 kind, u32 length, bytes) and has length 0 for none. The
 result is the same in every process, on every machine, under every ``PYTHONHASHSEED``;
@@ -82,16 +83,18 @@ class ChunkHasher:
 
     Args:
         chunk_size: tokens, the bound one.
+        namespace: empty for hashes that everybody agrees on. Otherwise random bytes: the
+            root has them too, so no chunk has a hash in common with another namespace.
 
     Threads: immutable, any.
     """
 
-    def __init__(self, chunk_size: int) -> None:
+    def __init__(self, chunk_size: int, namespace: bytes = b"") -> None:
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size <= 0:
             raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive integer")
         self.chunk_size = chunk_size
         self.root = ChunkHash(
-            blake3(_LABEL + struct.pack("<II", HASH_VERSION, chunk_size)).digest()
+            blake3(_LABEL + struct.pack("<II", HASH_VERSION, chunk_size) + namespace).digest()
         )
 
     def step(self, parent: ChunkHash, token_bytes: bytes | memoryview, extra: bytes) -> ChunkHash:

@@ -21,12 +21,13 @@ from lmcache_persist.demo.model import make_llama, make_prompt
 from lmcache_persist.demo.server import ServerProcess
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
 from support.altering import alter_chunk
-from support.engines import Starter, ask, ask_uncached, assert_same, warm_up
+from support.engines import IN_PROCESS, Starter, ask, ask_uncached, assert_same, warm_up
 
 CHUNK = 544
 PROMPT = make_prompt(1500, seed=41)
 BEACON = make_prompt(600, seed=42)
 CACHED = 2 * CHUNK
+OWN_IDS = {**IN_PROCESS, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 RESUME_TIMEOUT_S = 60.0
 LONGROPE = {
     "rope_type": "longrope",
@@ -45,6 +46,7 @@ class World:
     model: Path
     server: ServerProcess
     cold: dict[str, Any]
+    engine: EngineProcess
 
     def models(self) -> list[dict[str, Any]]:
         """What ``inspect --models`` says of each, the first one first."""
@@ -65,15 +67,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     starter = Starter(model, folder)
     try:
         server = starter.server(folder / "data")
-        engine = starter.engine(server).wait_ready()
+        engine = starter.engine(server, env=OWN_IDS).wait_ready()
         warm_up(engine)
         cold = ask(engine, PROMPT)
         assert cold["cached_tokens"] == 0
         assert engine.call("reset_prefix_cache")
         assert ask(engine, PROMPT)["cached_tokens"] == CACHED
         server.flush()
-        engine.kill()
-        yield World(starter, model, server, cold)
+        yield World(starter, model, server, cold, engine)
     finally:
         starter.kill_all()
 
@@ -118,6 +119,37 @@ def other_weights(world: World) -> Iterator[dict[str, Any]]:
 def other_length(world: World) -> Iterator[dict[str, Any]]:
     """A context so short that the short factors apply."""
     yield {"max_model_len": 2048}
+
+
+def test_reset_makes_the_cache_private(world: World) -> None:
+    """After a reset of the connector nothing from before is found, what comes after it is;
+    a reset while a request runs either preempts it or ends all caching until the next.
+
+    The engine of the module's last test is a start after that: it hits what is shared.
+    """
+    engine = world.engine
+    for hit in (0, CACHED):
+        if hit == 0:
+            assert engine.call("reset_all")
+        else:
+            assert engine.call("reset_prefix_cache")
+        result = ask(engine, PROMPT)
+        assert result["cached_tokens"] == hit
+        assert_same(result, world.cold)
+    running = {"id": "r", "prompt": PROMPT, "max_tokens": 8, "start": 0}
+    for preempted in (False, True):
+        assert engine.call("reset_prefix_cache")
+        # From the cache it takes some steps to load; then it decodes.
+        found = engine.call("drive", requests=[running], reset_at=6, reset_running=preempted)
+        assert found["reset"] is preempted
+        assert found["results"]["r"]["tokens"] == world.cold["tokens"]
+        for _ in range(2):
+            assert engine.call("reset_prefix_cache")
+            result = ask(engine, PROMPT)
+            assert result["cached_tokens"] == (CACHED if preempted else 0)
+            assert_same(result, world.cold)
+    assert set(engine.call("held").values()) == {0}
+    engine.kill()
 
 
 @pytest.mark.parametrize(

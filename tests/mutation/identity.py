@@ -13,6 +13,7 @@ _ADAPTERS = (_TESTS + "test_adapters.py",)
 _MEDIA = (_TESTS + "test_media.py",)
 _LAYOUT = (_TESTS + "test_kv_geometry.py",)
 _SCHEDULER = (_TESTS + "test_scheduler_side.py",)
+_NAMESPACE = (_TESTS + "test_private_namespace.py",)
 
 
 def _without(name: str, file: str, line: str, tests: tuple[str, ...]) -> Mutation:
@@ -263,6 +264,42 @@ MUTATIONS = (
         "        if not self.items:\n",
         "        if True:\n",
         _SCHEDULER,
+    ),
+    Mutation(
+        "reset-goes-on-with-shared-hashes",
+        _HERE + "scheduler_side.py",
+        "ChunkHasher(binding.chunk_size, self._namespace)",
+        "ChunkHasher(binding.chunk_size)",
+        _NAMESPACE,
+    ),
+    Mutation(
+        "every-reset-in-the-same-namespace",
+        _HERE + "scheduler_side.py",
+        "os.urandom(NAMESPACE_BYTES)",
+        "bytes(NAMESPACE_BYTES)",
+        _NAMESPACE,
+    ),
+    Mutation(
+        "old-blocks-stored-after-a-reset",
+        _HERE + "scheduler_side.py",
+        "self._mixed = not blocks_are_free",
+        "self._mixed = False",
+        _NAMESPACE,
+    ),
+    Mutation(
+        "old-promises-kept-after-a-reset",
+        _HERE + "scheduler_side.py",
+        "            self._adopt(self._binding)\n        if self._mixed:",
+        "            self._hasher = ChunkHasher(self._binding.chunk_size, self._namespace)\n"
+        "        if self._mixed:",
+        _NAMESPACE,
+    ),
+    Mutation(
+        "held-blocks-not-asked-for",
+        _HERE + "connector.py",
+        "pool.num_gpu_blocks - pool.get_num_free_blocks() == 1",
+        "True",
+        _NAMESPACE,
     ),
     _without(
         "isa-not-in-the-layout",

@@ -21,6 +21,7 @@ class TestEngine(engine_child.Engine):
         "drive",
         "groups_of_kind",
         "held",
+        "reset_all",
     )
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -58,21 +59,38 @@ class TestEngine(engine_child.Engine):
 
         scheduler._preempt_request = counted
 
-    def drive(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    def reset_all(self, running: bool = False) -> bool:
+        """What belongs to a weight update: vLLM's own cache and the connector's are reset.
+
+        Args:
+            running: also preempt what runs, to be computed again.
+        """
+        return bool(self._llm.reset_prefix_cache(running, reset_connector=True))
+
+    def drive(
+        self,
+        requests: list[dict[str, Any]],
+        reset_at: int | None = None,
+        reset_running: bool = False,
+    ) -> dict[str, Any]:
         """Add and abort requests at given steps, and step until all are over.
 
         Args:
             requests: each has ``id``, ``prompt``, ``max_tokens``; ``start``, the step before
                 which it is added; ``abort``, the one before which it is aborted, or None.
+            reset_at: the step before which :meth:`reset_all` is called, None for never.
+            reset_running: its argument.
 
         Returns:
             ``results`` by id of what was not aborted; ``aborted_in``, the scheduler's states
-            that requests were aborted in; ``preemptions``; ``steps``.
+            that requests were aborted in; ``preemptions``; ``steps``; ``reset``, what it said.
         """
-        engine, core = self._llm.llm_engine, self._core()
+        engine, core, reset = self._llm.llm_engine, self._core(), None
         before, results, aborted_in, step = self._preemptions, {}, set(), 0
         last = max(max(one["start"], one.get("abort") or 0) for one in requests)
         while step <= last or engine.has_unfinished_requests():
+            if step == reset_at:
+                reset = self.reset_all(reset_running)
             for one in requests:
                 if one.get("abort") == step:
                     state = core.scheduler.requests.get(one["id"])
@@ -90,6 +108,7 @@ class TestEngine(engine_child.Engine):
             "aborted_in": sorted(aborted_in),
             "preemptions": self._preemptions - before,
             "steps": step,
+            "reset": reset,
         }
 
     def _add(self, one: dict[str, Any]) -> None:

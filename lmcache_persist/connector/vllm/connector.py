@@ -104,6 +104,7 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
+        self._block_pool: Any = None
         if worker:
             self._worker = WorkerSide(
                 self._client, groups, vllm_config, kv_cache_config, settings, self._counters
@@ -210,8 +211,9 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side ------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Learn which block id stands for none."""
+        """Learn which block id stands for none, and who can say which are held."""
         self._scheduler_side.null_block_id = gpu_block_pool.null_block.block_id
+        self._block_pool = gpu_block_pool
 
     @_in_service(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -288,6 +290,11 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_in_service(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Stop using the cache: what runs from here on may have other weights."""
-        self._scheduler_side.stop("the engine reset it, so its weights may be others now")
-        return True
+        """Go on in a private namespace: what runs from here on may have other weights.
+
+        False while requests hold blocks, as vLLM's own reset says then.
+        """
+        pool = self._block_pool
+        # Held are all but the free ones and the null block, as vLLM counts them.
+        free = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
+        return self._scheduler_side.start_private_namespace(blocks_are_free=free)

@@ -6,6 +6,7 @@ few milliseconds when the engine has nothing else to do.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from lmcache_persist.hashing import ChunkHasher
 
 IDLE_WAIT_S = 0.003
 """Seconds to wait in an idle step. In process vLLM spins and starves the client's thread."""
+
+NAMESPACE_BYTES = 32
+"""Random bytes that tell a private namespace from all others."""
 
 
 class SchedulerSide:
@@ -69,6 +73,9 @@ class SchedulerSide:
         self._loading: dict[str, tuple[LookupHandle | None, LookupResult | None]] = {}
         self._new_loads: list[LoadJob] = []
         self._stopped = ""
+        # Empty until the first reset: hashes that all engines of this identity share.
+        self._namespace = b""
+        self._mixed = False
         self.null_block_id = 0
 
     # ---- binding -------------------------------------------------------------------
@@ -79,10 +86,36 @@ class SchedulerSide:
         self._forget_hashes()
         logger.warning("cache: not used from now on: %s", reason)
 
+    def start_private_namespace(self, *, blocks_are_free: bool) -> bool:
+        """Share nothing with what was computed so far, by this engine or any other.
+
+        The engine's weights may be others now, and nothing says which. What it computes
+        from here on is found by itself alone, until it is started again or this is called
+        again. Loads that run are of blocks that somebody holds.
+
+        Args:
+            blocks_are_free: whether no request holds a block. If one does, its next tokens
+                stand on old ones: nothing is cached until this is called with True.
+
+        Returns:
+            ``blocks_are_free``.
+        """
+        # First, so that nothing old is used under new weights whatever fails below.
+        self._namespace, self._hasher = os.urandom(NAMESPACE_BYTES), None
+        self._mixed = not blocks_are_free
+        if self._binding is not None:
+            self._adopt(self._binding)
+        if self._mixed:
+            why = "requests hold blocks: not used until the engine resets it without any"
+            self._counters.incident("resets_too_early", why)
+        else:
+            self._counters.incident("resets", "private to this engine until it starts again")
+        return blocks_are_free
+
     def _ready_hasher(self) -> ChunkHasher | None:
         """The hasher of the binding that holds now; None while there is none for us."""
         binding = self._client.binding
-        if binding is None or self._stopped:
+        if binding is None or self._stopped or self._mixed:
             return None
         if self._binding is None or binding.binding_id != self._binding.binding_id:
             self._adopt(binding)
@@ -98,7 +131,7 @@ class SchedulerSide:
             self._hasher = None
             self._counters.incident("binding_not_usable", error)
             return
-        self._hasher = ChunkHasher(binding.chunk_size)
+        self._hasher = ChunkHasher(binding.chunk_size, self._namespace)
         logger.info("cache: bound to a chunk size of %d tokens", binding.chunk_size)
 
     def _forget_hashes(self) -> None:

@@ -9,70 +9,20 @@ import pytest
 import torch
 
 from lmcache_persist.connector import LookupResult
-from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.connector.vllm.requests import Requests
-from lmcache_persist.connector.vllm.scheduler_side import IDLE_WAIT_S, SchedulerSide
-from lmcache_persist.connector.vllm.settings import ConnectorSettings
+from lmcache_persist.connector.vllm.scheduler_side import IDLE_WAIT_S
 from lmcache_persist.errors import ServerUnreachable
-from lmcache_persist.geometry import Group, GroupKind, groups_from_sizes
-from lmcache_persist.hashing import ChunkHasher, ExtraKey, ExtraKind, encode_extra
-from lmcache_persist.protocol import SlotRun
+from lmcache_persist.geometry import Group, GroupKind
+from lmcache_persist.hashing import ExtraKey, ExtraKind, encode_extra
 from support.identities import feature, item, later, lora, write_adapter
-from support.vllm_fakes import FakeClient, binding, blocks, request, step
-
-CHUNK = 8
-TABLE = list(range(1, 40))
-
-
-class Side:
-    """A scheduler side with one group of 4-token blocks in chunks of 8."""
-
-    def __init__(
-        self, sizes: tuple[int, ...] = (4,), requests: Requests | None = None, **settings: Any
-    ) -> None:
-        self.client = FakeClient(binding(CHUNK))
-        self.counters = Counters()
-        self.side = SchedulerSide(
-            self.client,  # type: ignore[arg-type]
-            groups_from_sizes(sizes),
-            "engine",
-            ConnectorSettings("ipc://x", **settings),
-            self.counters,
-            requests,
-        )
-
-    def decide(self, tokens: int, **fields: Any) -> None:
-        """Decide the last lookup."""
-        runs = (SlotRun(0, 0, 0, 64, [64 * at for at in range(tokens // CHUNK)]),)
-        self.client.handles[-1].result = LookupResult(tokens, "boot", runs, **fields)
-
-    def admit(self, one: Any, local: int = 0) -> int:
-        """Ask and allocate, as the scheduler does in one go; returns what is loaded."""
-        found = self.side.matched_tokens(one, local)
-        assert found is not None
-        self.side.after_alloc(one, blocks(TABLE), found)
-        return found
-
-    def stores(self, one: Any, num_scheduled: int, **step_fields: Any) -> list[bytes]:
-        """Hashes that a step with this request stores; the request moves on."""
-        made = self.side.build_step(
-            step({one.request_id: num_scheduled}, {one.request_id: (TABLE,)}, **step_fields)
-        )
-        one.num_computed_tokens += num_scheduled
-        return [job.chunk_hash for job in made.stores]
+from support.scheduler_sides import TABLE, Side, hashes
+from support.vllm_fakes import binding, blocks, request, step
 
 
 @pytest.fixture
 def side() -> Side:
     """A fresh one."""
     return Side()
-
-
-def hashes(one: Any, extra: bytes = b"", chunk: int = CHUNK) -> list[bytes]:
-    """The chunks of all tokens of a request."""
-    found: list[Any] = []
-    ChunkHasher(chunk).extend(found, one.all_token_ids, extra)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -405,12 +355,12 @@ def test_idle_step_waits_for_an_undecided_lookup(side: Side) -> None:
 
 
 def test_stopped_side_does_nothing(side: Side) -> None:
-    """After a reset the engine's weights may be others: no hit, no store."""
+    """A model that cannot be identified: no hit, no store."""
     one = request()
     side.side.on_new_request(one)
     side.decide(24)
     side.side.matched_tokens(one, 0)
-    side.side.stop("reset")
+    side.side.stop("unknown")
     assert side.client.handles[0].releases == 1
     assert side.side.matched_tokens(one, 0) == 0
     assert side.stores(one, 30) == []
