@@ -9,10 +9,12 @@ from dataclasses import replace
 from lmcache_persist.connector import replies
 from lmcache_persist.connector.link import BindWish, Link, RegisterWish
 from lmcache_persist.connector.transport import Transport
-from lmcache_persist.errors import PersistError
-from lmcache_persist.protocol import BindReply, Reply, encode
+from lmcache_persist.errors import PersistError, UnexpectedChunkSize
+from lmcache_persist.protocol import Bind, BindReply, Register, Reply, encode
 
 Restored = Callable[[Link | PersistError], None]
+_Step = tuple[BindWish | RegisterWish, bool]
+"""A wish, and whether it is only asked what would come of it."""
 
 
 class Remembered:
@@ -48,21 +50,34 @@ class Remembered:
         this connection is of no use.
         """
         with self._guard:
-            wishes: list[BindWish | RegisterWish] = [self._bind] if self._bind else []
-            wishes.extend(self._registrations.values())
-        _say(transport, link, wishes, timeout_s, restored)
+            steps: list[_Step] = []
+            if self._bind is not None:
+                if self._bind.expect is not None:
+                    # As in bind(): only asked, lest an unbound server is bound to another size.
+                    steps.append((self._bind, True))
+                steps.append((self._bind, False))
+            steps.extend((wish, False) for wish in self._registrations.values())
+        _say(transport, link, steps, timeout_s, restored)
 
 
 def _say(
     transport: Transport,
     link: Link,
-    wishes: Sequence[BindWish | RegisterWish],
+    steps: Sequence[_Step],
     timeout_s: float,
     restored: Restored,
 ) -> None:
-    if not wishes or link.cold is not None:
+    bind_refusal = link.refusal(None)
+    if bind_refusal is not None:
+        # Registrations are made for a chunk size: none of them is there either.
+        for wish, _ in steps:
+            if wish.key is not None:
+                link = link.refused(wish.key, bind_refusal)
+        steps = ()
+    if not steps:
         restored(link)
         return
+    wish, dry = steps[0]
 
     def answered(reply: Reply | PersistError) -> None:
         outcome, lost = replies.judge(link.boot, reply)
@@ -70,21 +85,34 @@ def _say(
             restored(lost)
             return
         try:
-            now = _after(link, outcome)
+            now = _after(link, wish, outcome, dry=dry)
         except PersistError as error:
             restored(error)
             return
-        _say(transport, now, wishes[1:], timeout_s, restored)
+        _say(transport, now, steps[1:], timeout_s, restored)
 
-    transport.request(encode(wishes[0].message(link)), timeout_s, answered)
+    transport.request(encode(_message(wish, link, dry=dry)), timeout_s, answered)
 
 
-def _after(link: Link, outcome: Reply | PersistError) -> Link:
+def _message(wish: BindWish | RegisterWish, link: Link, *, dry: bool) -> Bind | Register:
+    return wish.message(link, dry_run=dry) if isinstance(wish, BindWish) else wish.message(link)
+
+
+def _after(
+    link: Link, wish: BindWish | RegisterWish, outcome: Reply | PersistError, *, dry: bool
+) -> Link:
     """The link after one answer; raises what speaks against the connection itself."""
     if isinstance(outcome, PersistError):
         if outcome.retryable:
             raise outcome
-        return replace(link, cold=outcome)
-    if isinstance(outcome, BindReply):
-        return replace(link, binding=replies.decode_binding(outcome.binding))
+        return link.refused(wish.key, outcome)
+    if isinstance(wish, BindWish) and isinstance(outcome, BindReply):
+        binding = replies.decode_binding(outcome.binding)
+        # What a dry run would have bound does not exist.
+        now = link if dry and outcome.outcome == "bound" else replace(link, binding=binding)
+        try:
+            wish.check(binding.chunk_size if binding is not None else 0)
+        except UnexpectedChunkSize as error:
+            return now.refused(wish.key, error)
+        return now
     return link

@@ -22,14 +22,19 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.connector import replies
 from lmcache_persist.connector.debts import Debts, Make
 from lmcache_persist.connector.greeting import Greeting
-from lmcache_persist.connector.link import Link
+from lmcache_persist.connector.link import Link, WishKey
 from lmcache_persist.connector.options import ClientOptions
 from lmcache_persist.connector.pool_map import PoolMaps
 from lmcache_persist.connector.restoring import Remembered
 from lmcache_persist.connector.results import Change
 from lmcache_persist.connector.transport import DoneCall, LateCall, Transport
 from lmcache_persist.endpoint import Endpoint
-from lmcache_persist.errors import PersistError, ServerUnreachable, Stale
+from lmcache_persist.errors import (
+    PersistError,
+    ServerUnreachable,
+    Stale,
+    UnexpectedChunkSize,
+)
 from lmcache_persist.protocol import Bye, Ping, Reply, encode
 
 log = logging.getLogger(__name__)
@@ -128,14 +133,20 @@ class Session:
         """The server of that boot agreed to a bind."""
         with self._changed:
             if self.link is not None and self.link.boot == boot:
-                self.link = replace(self.link, binding=binding, cold=None)
+                self.link = replace(self.link.agreed(None), binding=binding)
                 self.binding = binding
 
-    def set_cold(self, error: PersistError) -> None:
+    def set_registered(self, boot: str, key: WishKey) -> None:
+        """The server of that boot agreed to a registration."""
+        with self._changed:
+            if self.link is not None and self.link.boot == boot:
+                self.link = self.link.agreed(key)
+
+    def set_refused(self, key: WishKey, error: PersistError) -> None:
         """The server refused: lookups and stores fail with ``error`` until it agrees."""
         with self._changed:
             if self.link is not None:
-                self.link = replace(self.link, cold=error)
+                self.link = self.link.refused(key, error)
 
     def add_listener(self, callback: Callable[[Change], None]) -> None:
         """Call ``callback`` on the I/O thread after each connection, and for the present one."""
@@ -245,11 +256,8 @@ class Session:
             self._changed.notify_all()
         size = link.binding.chunk_size if link.binding else None
         log.info("cache server %s: boot %s, chunk size %s", self.endpoint, link.boot, size)
-        if link.cold is not None:
-            log.warning("running cold, cache server %s refuses: %s", self.endpoint, link.cold)
         self._debts.settle(link)
-        for callback in self._listeners:
-            self._tell(callback, link)
+        self._tell_all(link)
         self._start_reaping()
         self._transport.call_later(self.options.heartbeat_s, partial(self._beat, link.generation))
 
@@ -262,16 +270,49 @@ class Session:
             self.options.request_timeout_s,
             partial(self._judge, link, self._beat_answered),
         )
+        if self._awaits_binding(link):
+            self.remembered.restore(
+                self._transport,
+                replace(link, refusals=()),
+                self.options.request_timeout_s,
+                partial(self._bound_meanwhile, generation),
+            )
         self._transport.call_later(self.options.heartbeat_s, partial(self._beat, generation))
 
     def _beat_answered(self, reply: Reply | PersistError) -> None:
         if not isinstance(reply, PersistError):
             self._failures = 0
 
+    @staticmethod
+    def _awaits_binding(link: Link) -> bool:
+        """Whether the server is unbound, and not what is expected if it were bound now.
+
+        Only then can a refusal turn into an agreement without another connection:
+        somebody else may bind it to the expected size.
+        """
+        return link.binding is None and isinstance(link.refusal(None), UnexpectedChunkSize)
+
+    def _bound_meanwhile(self, generation: int, outcome: Link | PersistError) -> None:
+        now = self.link
+        if now is None or now.generation != generation or not self._awaits_binding(now):
+            return
+        if isinstance(outcome, PersistError):
+            self._lose(outcome)
+        elif not self._awaits_binding(outcome):
+            with self._changed:
+                self.link, self.binding = outcome, outcome.binding
+            self._tell_all(outcome)
+
     def _add_listener(self, callback: Callable[[Change], None]) -> None:
         self._listeners.append(callback)
         if self.link is not None:
             self._tell(callback, self.link)
+
+    def _tell_all(self, link: Link) -> None:
+        if link.cold is not None:
+            log.warning("running cold, cache server %s refuses: %s", self.endpoint, link.cold)
+        for callback in self._listeners:
+            self._tell(callback, link)
 
     def _tell(self, callback: Callable[[Change], None], link: Link) -> None:
         try:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache_persist.binding import Binding
 from lmcache_persist.connector import calls, replies
 from lmcache_persist.connector.link import BindWish, RegisterWish
 from lmcache_persist.connector.options import ClientOptions
@@ -56,6 +57,7 @@ class WaitingCalls:
         groups: Sequence[Group],
         *,
         base: int | None = None,
+        expect: int | None = None,
         dry_run: bool = False,
         who: str = "",
         timeout_s: float | None = None,
@@ -65,47 +67,79 @@ class WaitingCalls:
         Unless ``dry_run``, the groups are remembered, whatever comes of it: after each new
         connection they are bound again, and until that succeeds the client is cold.
 
+        Args:
+            groups: the geometry.
+            base: tokens, wished for if the server is unbound.
+            expect: the only chunk size that is agreed to, now and after each new
+                connection, tokens; None for any. A server of another one stays as it is.
+            dry_run: only ask what would come of it.
+            who: for the binding's winner.
+            timeout_s: of all of it; defaults to the option's ``connect_timeout_s``.
+
         Raises:
-            GeometryError, BindingError: the server's refusal.
+            GeometryError, BindingError: the server's refusal, or its size is another one.
             ServerUnreachable, RequestTimeout: no answer within ``timeout_s``.
         """
         self._check_caller()
-        wish = BindWish(tuple(groups), base, who[:256])
+        wish = BindWish(tuple(groups), base, who[:256], str(self._session.endpoint), expect)
         if not dry_run:
             self._session.remembered.bind(wish)
         limit = self.options.connect_timeout_s if timeout_s is None else timeout_s
+        deadline = calls.Deadline(limit)
         try:
-            reply = calls.ask_again(
-                self._session, lambda link: wish.message(link, dry_run=dry_run), BindReply, limit
-            )
+            if expect is not None and not dry_run:
+                # An unbound server would be bound before its size turned out to be another.
+                self._bind(wish, deadline, dry_run=True)
+            reply, binding = self._bind(wish, deadline, dry_run=dry_run)
+            if not dry_run:
+                self._session.set_bound(reply.boot, binding)
         except PersistError as error:
             if not dry_run and not error.retryable:
-                self._session.set_cold(error)
+                self._session.set_refused(wish.key, error)
             raise
+        return BindOutcome(reply.outcome, binding, tuple(reply.warnings))
+
+    def _bind(
+        self, wish: BindWish, deadline: calls.Deadline, *, dry_run: bool
+    ) -> tuple[BindReply, Binding]:
+        reply = calls.ask_again(
+            self._session,
+            lambda link: wish.message(link, dry_run=dry_run),
+            BindReply,
+            deadline.left(),
+        )
         binding = replies.decode_binding(reply.binding)
         if binding is None:
             raise MalformedMessage("bind reply has no binding, expected one")
-        if not dry_run:
-            self._session.set_bound(reply.boot, binding)
-        return BindOutcome(reply.outcome, binding, tuple(reply.warnings))
+        wish.check(binding.chunk_size)
+        return reply, binding
 
     def register(self, registration: Registration, *, timeout_s: float | None = None) -> Registered:
         """Say what a worker runs; remembered and repeated like :meth:`bind`.
 
+        Not if the bind was refused: a registration is made for a chunk size.
+
         Raises:
+            GeometryError, BindingError: the refusal of the bind.
             RegistrationError, BindingError: the server's refusal.
             ServerUnreachable, RequestTimeout: no answer within ``timeout_s``.
         """
         self._check_caller()
         wish = RegisterWish(registration)
+        link = self._session.link
+        refusal = link.refusal(None) if link is not None else None
+        if refusal is not None:
+            raise refusal
         self._session.remembered.register(wish)
         limit = self.options.connect_timeout_s if timeout_s is None else timeout_s
         try:
-            return calls.ask_again(self._session, wish.message, Registered, limit)
+            reply = calls.ask_again(self._session, wish.message, Registered, limit)
         except PersistError as error:
             if not error.retryable:
-                self._session.set_cold(error)
+                self._session.set_refused(wish.key, error)
             raise
+        self._session.set_registered(reply.boot, wish.key)
+        return reply
 
     def flush(self, timeout_s: float = 60.0, *, seq: int | None = None) -> int:
         """Wait until ``seq`` is durable; None is everything committed so far, by anyone.

@@ -26,6 +26,8 @@ from support.engines import IN_PROCESS, Starter, ask, ask_uncached, assert_same,
 CHUNK = 544
 PROMPT = make_prompt(1500, seed=41)
 BEACON = make_prompt(600, seed=42)
+RESET_PROMPT = make_prompt(1500, seed=43)
+"""Stored in several namespaces; of the first one every extent is there once."""
 CACHED = 2 * CHUNK
 OWN_IDS = {**IN_PROCESS, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 RESUME_TIMEOUT_S = 60.0
@@ -40,12 +42,15 @@ LONGROPE = {
 
 @dataclass
 class World:
-    """A server that lives through the module's tests, and what was first stored in it."""
+    """A server that lives through the module's tests, and what was first stored in it: both
+    prompts by ``engine``, which computed them cold.
+    """
 
     starter: Starter
     model: Path
     server: ServerProcess
     cold: dict[str, Any]
+    reset_cold: dict[str, Any]
     engine: EngineProcess
 
     def models(self) -> list[dict[str, Any]]:
@@ -60,7 +65,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The prompt computed cold by the unchanged model, and stored durably."""
+    """The prompts computed cold by the unchanged model, and stored durably."""
     folder = tmp_path_factory.mktemp("identity")
     model = make_llama(folder / "llama", seed=5)
     set_rope(model, LONGROPE)
@@ -69,12 +74,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         server = starter.server(folder / "data")
         engine = starter.engine(server, env=OWN_IDS).wait_ready()
         warm_up(engine)
-        cold = ask(engine, PROMPT)
-        assert cold["cached_tokens"] == 0
+        cold, reset_cold = (ask(engine, prompt) for prompt in (PROMPT, RESET_PROMPT))
+        assert cold["cached_tokens"] == reset_cold["cached_tokens"] == 0
         assert engine.call("reset_prefix_cache")
         assert ask(engine, PROMPT)["cached_tokens"] == CACHED
         server.flush()
-        yield World(starter, model, server, cold, engine)
+        yield World(starter, model, server, cold, reset_cold, engine)
     finally:
         starter.kill_all()
 
@@ -128,26 +133,28 @@ def test_reset_makes_the_cache_private(world: World) -> None:
     The engine of the module's last test is a start after that: it hits what is shared.
     """
     engine = world.engine
-    for hit in (0, CACHED):
-        if hit == 0:
-            assert engine.call("reset_all")
-        else:
-            assert engine.call("reset_prefix_cache")
-        result = ask(engine, PROMPT)
-        assert result["cached_tokens"] == hit
-        assert_same(result, world.cold)
-    running = {"id": "r", "prompt": PROMPT, "max_tokens": 8, "start": 0}
+
+    def hits(tokens: int) -> None:
+        result = ask(engine, RESET_PROMPT)
+        assert result["cached_tokens"] == tokens
+        assert_same(result, world.reset_cold)
+
+    assert engine.call("reset_prefix_cache")
+    hits(CACHED)
+    assert engine.call("reset_all")
+    hits(0)
+    assert engine.call("reset_prefix_cache")
+    hits(CACHED)
+    running = {"id": "r", "prompt": RESET_PROMPT, "max_tokens": 8, "start": 0}
     for preempted in (False, True):
         assert engine.call("reset_prefix_cache")
         # From the cache it takes some steps to load; then it decodes.
         found = engine.call("drive", requests=[running], reset_at=6, reset_running=preempted)
         assert found["reset"] is preempted
-        assert found["results"]["r"]["tokens"] == world.cold["tokens"]
+        assert found["results"]["r"]["tokens"] == world.reset_cold["tokens"]
         for _ in range(2):
             assert engine.call("reset_prefix_cache")
-            result = ask(engine, PROMPT)
-            assert result["cached_tokens"] == (CACHED if preempted else 0)
-            assert_same(result, world.cold)
+            hits(CACHED if preempted else 0)
     assert set(engine.call("held").values()) == {0}
     engine.kill()
 
@@ -201,9 +208,10 @@ def test_back_again_hits_all_and_survives_bad_bytes(world: World) -> None:
         },
     ).wait_ready()
     warm_up(engine)
-    back = ask(engine, PROMPT)
-    assert back["cached_tokens"] == CACHED
-    assert_same(back, world.cold)
+    for prompt, cold in ((PROMPT, world.cold), (RESET_PROMPT, world.reset_cold)):
+        back = ask(engine, prompt)
+        assert back["cached_tokens"] == CACHED
+        assert_same(back, cold)
     ask(engine, BEACON)
     world.server.flush()
     world.server.kill()

@@ -296,3 +296,48 @@ def test_an_expected_size_is_insisted_on(make_server: MakeServer) -> None:
             assert word in refusal.value.message
     assert bound_size(unbound) is None
     assert start(unbound, 256) == 256
+
+
+def test_an_expectation_outlives_every_reconnect(make_server: MakeServer, root: Path) -> None:
+    """Another data dir behind the same address, of another size: cold, both named, nothing
+    bound; hot again once the size is right, be it that somebody binds the unbound one.
+    """
+    url = f"ipc://{root}/s.sock"
+    flags = {"512": ("--chunk-size", "512"), "640": ("--chunk-size", "640"), "auto": ()}
+    servers = {name: make_server("--listen", url, *more, name=name) for name, more in flags.items()}
+    settings = ConnectorSettings.from_extra_config(
+        {"persist.server": url, "persist.expect_chunk_size": 640, "persist.required": False}
+    )
+    counters = Counters()
+    servers["512"].start()
+    groups = groups_from_sizes([64])
+    with start_client(settings, counters, groups, kind="scheduler", label="t", who="t") as client:
+        assert counters.snapshot() == {"start_without_cache": 1}
+
+        def turns_cold(found: str) -> None:
+            wait_until(lambda: client.cold is not None, "it is refused")
+            assert isinstance(client.cold, UnexpectedChunkSize)
+            for word in (url, found, "640"):
+                assert word in client.cold.message
+
+        def comes_next(name: str) -> ServerProcess:
+            boot = client.boot_id
+            servers[name].start()
+            wait_until(lambda: client.boot_id not in (boot, None), "the next one is known")
+            return servers[name]
+
+        turns_cold("512")
+        servers["512"].kill()
+        unbound = comes_next("auto")
+        turns_cold("256")
+        assert bound_size(unbound) is None
+        assert bind(unbound, 640) == 640
+        wait_until(lambda: client.cold is None, "it is what was expected now")
+        unbound.kill()
+        comes_next("512")
+        turns_cold("512")
+        servers["512"].kill()
+        comes_next("640")
+        assert client.cold is None
+        assert client.binding is not None
+        assert client.binding.chunk_size == 640

@@ -92,6 +92,7 @@ class FakeServer:
         self.requests: list[Request] = []
         self.sessions: list[str] = []
         self.peers: set[bytes] = set()
+        self.heads: dict[type, tuple[bytes, bytes]] = {}
         self.handlers: dict[type, Handler] = {}
         self.reading = threading.Event()
         self.reading.set()
@@ -185,7 +186,7 @@ class FakeServer:
         with self._guard:
             self.requests.append(message)
             self.peers.add(peer)
-            self.last = (peer, request_id)
+            self.last = self.heads[type(message)] = (peer, request_id)
         answer = self.answer(message)
         if answer is None:
             return

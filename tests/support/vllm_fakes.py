@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.connector import LookupResult
+from lmcache_persist.errors import PersistError
 from lmcache_persist.protocol import Committed, Reserved
 
 
@@ -52,6 +53,7 @@ class FakeClient:
 
     def __init__(self, bound: Binding | None) -> None:
         self.binding = bound
+        self.cold: PersistError | None = None
         self.handles: list[FakeHandle] = []
         self.reserves: list[dict[str, Any]] = []
         self.reserved: Future[Reserved] = Future()

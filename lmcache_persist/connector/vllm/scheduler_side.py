@@ -21,7 +21,6 @@ from lmcache_persist.connector.vllm.metadata import (
 )
 from lmcache_persist.connector.vllm.requests import Requests, TrackedRequest
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
-from lmcache_persist.connector.vllm.startup import check_expected
 from lmcache_persist.connector.vllm.store_plan import IsCheckpoint, boundary_states, plan_stores
 from lmcache_persist.errors import PersistError
 from lmcache_persist.geometry import Group, GroupKind, check_compatible
@@ -76,6 +75,7 @@ class SchedulerSide:
         # Empty until the first reset: hashes that all engines of this identity share.
         self._namespace = b""
         self._mixed = False
+        self._cold: PersistError | None = None
         self.null_block_id = 0
 
     # ---- binding -------------------------------------------------------------------
@@ -115,18 +115,25 @@ class SchedulerSide:
     def _ready_hasher(self) -> ChunkHasher | None:
         """The hasher of the binding that holds now; None while there is none for us."""
         binding = self._client.binding
-        if binding is None or self._stopped or self._mixed:
+        if binding is None or self._stopped or self._mixed or self._is_cold():
             return None
         if self._binding is None or binding.binding_id != self._binding.binding_id:
             self._adopt(binding)
         return self._hasher
+
+    def _is_cold(self) -> bool:
+        """Whether the server is one that is not used; says so once for each reason."""
+        cold = self._client.cold
+        if cold is not None and cold is not self._cold:
+            self._counters.incident("binding_not_usable", cold)
+        self._cold = cold
+        return cold is not None
 
     def _adopt(self, binding: Binding) -> None:
         self._forget_hashes()
         self._binding = binding
         try:
             check_compatible(binding.chunk_size, self._groups)
-            check_expected(self._settings, binding.chunk_size)
         except PersistError as error:
             self._hasher = None
             self._counters.incident("binding_not_usable", error)

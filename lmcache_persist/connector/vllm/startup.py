@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.connector.vllm.counters import Counters, logger
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
-from lmcache_persist.errors import PersistError, UnexpectedChunkSize
+from lmcache_persist.errors import PersistError
 from lmcache_persist.geometry import Group
 
 BIND_TIMEOUT_S = 10.0
@@ -64,36 +65,19 @@ def start_client(
 def _bind(
     client: CacheClient, settings: ConnectorSettings, groups: Sequence[Group], who: str
 ) -> None:
-    base = settings.base_chunk_size
+    bind = partial(
+        client.bind,
+        groups,
+        base=settings.base_chunk_size,
+        expect=settings.expect_chunk_size,
+        who=who,
+    )
     try:
         client.wait_connected(settings.connect_timeout)
     except PersistError:
         # The client remembers a bind whatever comes of it, and binds once a server is there.
         with contextlib.suppress(PersistError):
-            client.bind(groups, base=base, who=who, timeout_s=REMEMBER_TIMEOUT_S)
+            bind(timeout_s=REMEMBER_TIMEOUT_S)
         raise
-    if settings.expect_chunk_size is not None:
-        # An unbound server would be bound before its size turned out to be another one.
-        asked = client.bind(groups, base=base, who=who, dry_run=True, timeout_s=BIND_TIMEOUT_S)
-        check_expected(settings, asked.binding.chunk_size)
-    outcome = client.bind(groups, base=base, who=who, timeout_s=BIND_TIMEOUT_S)
-    check_expected(settings, outcome.binding.chunk_size)
-    for warning in outcome.warnings:
+    for warning in bind(timeout_s=BIND_TIMEOUT_S).warnings:
         logger.warning("cache: %s", warning)
-
-
-def check_expected(settings: ConnectorSettings, chunk_size: int) -> None:
-    """Refuse a chunk size that the operator does not expect.
-
-    Raises:
-        UnexpectedChunkSize: names both.
-    """
-    expected = settings.expect_chunk_size
-    if expected is not None and chunk_size != expected:
-        raise UnexpectedChunkSize(
-            f"server {settings.server} is bound to a chunk size of {chunk_size},"
-            f" persist.expect_chunk_size says {expected}",
-            hint="point persist.server at the server that is meant, or change the expectation",
-            chunk_size=chunk_size,
-            expected=expected,
-        )

@@ -156,23 +156,16 @@ class WorkerSide:
             return
         threading.Thread(
             target=self._register_again,
-            args=(binding.chunk_size, change.cold is not None),
+            args=(binding.chunk_size,),
             name="lmcache-persist-register",
             daemon=True,
         ).start()
 
-    def _register_again(self, chunk_size: int, cold: bool) -> None:
+    def _register_again(self, chunk_size: int) -> None:
         with self._registering:
             if self._registered_for == chunk_size:
                 return
             try:
-                if cold:
-                    # The old registration was refused for its old sizes; a bind ends that.
-                    self._client.bind(
-                        self._groups,
-                        base=self._settings.base_chunk_size,
-                        timeout_s=REGISTER_TIMEOUT_S,
-                    )
                 self._register_for(chunk_size)
             except PersistError as error:
                 self._counters.incident("registration_failed", error)

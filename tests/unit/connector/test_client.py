@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from lmcache_persist.errors import (
     ConfigError,
     IncompatibleAlignment,
     LeaseError,
+    RegistrationError,
     RequestTimeout,
     ServerUnreachable,
+    UnexpectedChunkSize,
     UnsupportedVersion,
 )
 from support.fake_server import (
@@ -30,6 +33,7 @@ from support.fake_server import (
     POOL_BYTES,
     REGISTRATION,
     FakeServer,
+    binding_bytes,
     make_binding,
 )
 from support.waiting import stays, wait_until
@@ -37,6 +41,14 @@ from support.waiting import stays, wait_until
 Serve = Callable[..., FakeServer]
 Connect = Callable[..., CacheClient]
 KEY = b"k" * 32
+
+
+def bound(server: FakeServer | None, chunk_size: int) -> protocol.BindReply:
+    """The answer to a bind; without a server it is one of a dry run."""
+    binding = make_binding(chunk_size)
+    if server is not None:
+        server.binding = binding
+    return protocol.BindReply(outcome="bound", binding=binding_bytes(binding))
 
 
 def test_package_does_not_load_torch() -> None:
@@ -120,6 +132,69 @@ def test_bind_refusal_is_typed_and_makes_cold(serve: Serve, connect: Connect) ->
         client.commit([1]).result(0)
     client.ping()
     assert not server.got(protocol.Lookup)
+
+
+def test_expected_size_is_asked_for_before_it_is_bound(serve: Serve, connect: Connect) -> None:
+    """A server of another size is refused with both named, and is not bound by it; a server
+    of the expected one is bound as ever.
+    """
+    server = serve(binding=None)
+    server.on(protocol.Bind, lambda asked: bound(None if asked.dry_run else server, 128))
+    client = connect()
+    with pytest.raises(UnexpectedChunkSize, match=r"size of 128, expected 64") as caught:
+        client.bind(GROUPS, expect=64)
+    assert server.url in caught.value.message
+    assert (caught.value.fields["chunk_size"], caught.value.fields["expected"]) == (128, 64)
+    assert client.cold is caught.value
+    assert [asked.dry_run for asked in server.got(protocol.Bind)] == [True]
+    assert client.bind(GROUPS, expect=128).binding.chunk_size == 128
+    assert client.cold is None
+    assert [asked.dry_run for asked in server.got(protocol.Bind)[1:]] == [True, False]
+
+
+def test_size_that_changes_between_asking_and_binding_is_refused(
+    serve: Serve, connect: Connect
+) -> None:
+    """Another engine may win the bind in that moment."""
+    server = serve()
+    server.on(protocol.Bind, lambda asked: bound(None, 64 if asked.dry_run else 128))
+    client = connect()
+    with pytest.raises(UnexpectedChunkSize, match="128"):
+        client.bind(GROUPS, expect=64)
+    assert isinstance(client.cold, UnexpectedChunkSize)
+
+
+def test_agreement_to_what_was_refused_ends_the_cold(serve: Serve, connect: Connect) -> None:
+    """A registration's refusal ends when that registration is agreed to, and by nothing else."""
+    server = serve(binding=make_binding())
+    client = connect("worker")
+    client.bind(GROUPS)
+    refusal = protocol.ErrorReply(code="registration", message="object sizes")
+    server.on(protocol.Register, lambda _: refusal)
+    with pytest.raises(RegistrationError, match="object sizes"):
+        client.register(REGISTRATION)
+    assert isinstance(client.cold, RegistrationError)
+    client.bind(GROUPS)
+    assert isinstance(client.cold, RegistrationError)
+    del server.handlers[protocol.Register]
+    client.register(replace(REGISTRATION, rank=1, world_size=2))
+    assert isinstance(client.cold, RegistrationError)
+    client.register(REGISTRATION)
+    assert client.cold is None
+    assert client.commit([1]).result(20).seq
+
+
+def test_refused_bind_registers_nothing(serve: Serve, connect: Connect) -> None:
+    """A registration is made for a chunk size: without one it raises the bind's refusal."""
+    server = serve(binding=make_binding())
+    refusal = protocol.ErrorReply(code="incompatible_alignment", message="bound to 64")
+    server.on(protocol.Bind, lambda _: refusal)
+    client = connect("worker")
+    with pytest.raises(IncompatibleAlignment):
+        client.bind(GROUPS)
+    with pytest.raises(IncompatibleAlignment):
+        client.register(REGISTRATION)
+    assert not server.got(protocol.Register)
 
 
 def test_reserve_write_commit(serve: Serve, connect: Connect) -> None:

@@ -23,6 +23,7 @@ from lmcache_persist.errors import (
     ServerUnreachable,
     Stale,
     TransportError,
+    UnexpectedChunkSize,
 )
 from support.fake_server import (
     BOOT_A,
@@ -30,6 +31,7 @@ from support.fake_server import (
     GROUPS,
     REGISTRATION,
     FakeServer,
+    binding_bytes,
     make_binding,
 )
 from support.waiting import stays, wait_until
@@ -118,11 +120,11 @@ def test_late_reply_completes_nothing(serve: Serve, connect: Connect) -> None:
     server.on(protocol.Commit, lambda _: None)
     client = connect("worker")
     assert isinstance(client.commit([1]).exception(20), TransportError)
-    old = server.last
+    old = server.heads[protocol.Commit]
     wait_until(lambda: client.connected, "connected again")
     later = client.commit([2])
     wait_until(lambda: len(server.got(protocol.Commit)) == 2, "second commit arrives")
-    new_peer, new_id = server.last
+    new_peer, new_id = server.heads[protocol.Commit]
     assert new_id != old[1]
     body = server.encode(protocol.Committed(seq=1))
     server.send_later([new_peer, old[1], body])
@@ -137,7 +139,7 @@ def test_slots_granted_too_late_are_given_back(serve: Serve, connect: Connect) -
     client = bound_worker(connect, heartbeat_s=LATE_S)
     asked = client.reserve(engine="engine", rank=0, hashes=[KEY], masks=[1])
     assert isinstance(asked.exception(20), RequestTimeout)
-    peer, request_id = server.last
+    peer, request_id = server.heads[protocol.Reserve]
     wait_until(lambda: client.connected, "connected again")
     grant = protocol.Reserved(grants=[protocol.Grant(0, 77, [0])])
     server.send_later([peer, request_id, server.encode(grant)])
@@ -284,6 +286,95 @@ def test_refusal_after_restart_means_cold(
     assert isinstance(heard[1].cold, error)
     assert isinstance(client.commit([1]).exception(0), error)
     stays(lambda: client.connected, "cold, and connected", 0.2)
+
+
+def test_server_of_another_size_that_comes_later_is_refused(serve: Serve, connect: Connect) -> None:
+    """The expectation holds after every connection: nothing is bound, registered or asked for
+    at a server of another size, which says so; and the next right one is used again.
+    """
+    first = serve(binding=make_binding(64))
+    client = connect("worker")
+    client.bind(GROUPS, expect=64)
+    client.register(REGISTRATION)
+    heard: list[Change] = []
+    client.on_change(heard.append)
+    first.close()
+    wait_until(lambda: client.breaker_open, "the end is noticed")
+    second = serve(boot=BOOT_B, binding=make_binding(128))
+    wait_until(lambda: len(heard) == 2, "listener hears of it")
+    assert isinstance(heard[1].cold, UnexpectedChunkSize)
+    for word in (second.url, "128", "64"):
+        assert word in heard[1].cold.message
+    assert client.cold is heard[1].cold
+    assert [asked.dry_run for asked in second.got(protocol.Bind)] == [True]
+    assert not second.got(protocol.Register)
+    assert client.commit([1]).exception(0) is client.cold
+    result = client.lookup(engine="engine", hashes=[KEY], num_tokens=65).poll()
+    assert result is not None
+    assert result.error is client.cold
+    second.close()
+    wait_until(lambda: client.breaker_open, "the end is noticed")
+    third = serve(boot="c" * 32, binding=make_binding(64))
+    wait_until(lambda: len(heard) == 3, "listener hears of the right one")
+    assert heard[2].cold is None
+    assert third.got(protocol.Register)
+    assert client.commit([1]).result(20).seq
+
+
+def test_unbound_server_is_used_once_somebody_binds_it_as_expected(
+    serve: Serve, connect: Connect
+) -> None:
+    """No connection has to break for that: while it is unbound, every heartbeat asks."""
+    server = serve(binding=None)
+    would_be = make_binding(256)
+
+    def answer(asked: protocol.Bind) -> protocol.BindReply:
+        known = server.binding
+        outcome = "compatible" if known else "bound"
+        return protocol.BindReply(outcome=outcome, binding=binding_bytes(known or would_be))
+
+    server.on(protocol.Bind, answer)
+    client = connect("worker", heartbeat_s=0.05)
+    with pytest.raises(UnexpectedChunkSize):
+        client.bind(GROUPS, expect=64)
+    heard: list[Change] = []
+    client.on_change(heard.append)
+    seen = len(server.got(protocol.Bind))
+    wait_until(lambda: len(server.got(protocol.Bind)) > seen + 1, "it is asked again")
+    assert all(asked.dry_run for asked in server.got(protocol.Bind))
+    assert (client.binding, server.binding) == (None, None)
+    server.binding = make_binding(64)
+    wait_until(lambda: client.cold is None, "the agreement is noticed")
+    assert client.binding == server.binding
+    wait_until(lambda: len(heard) == 2, "listener hears of it")
+    assert (heard[1].binding, heard[1].cold) == (server.binding, None)
+    client.register(REGISTRATION)
+    assert client.commit([1]).result(20).seq
+
+
+@pytest.mark.parametrize("chunk_size", [128, None])
+def test_start_at_the_wrong_server_is_remembered(
+    serve: Serve, connect: Connect, chunk_size: int | None
+) -> None:
+    """Refused, bound to another size or about to be, a client still binds the right one later."""
+    first = serve(binding=make_binding(chunk_size) if chunk_size else None)
+    first.on(
+        protocol.Bind,
+        lambda _: protocol.BindReply(
+            outcome="compatible" if chunk_size else "bound",
+            binding=binding_bytes(make_binding(128)),
+        ),
+    )
+    client = connect("scheduler")
+    with pytest.raises(UnexpectedChunkSize):
+        client.bind(GROUPS, expect=64)
+    first.close()
+    wait_until(lambda: client.breaker_open, "the end is noticed")
+    second = serve(boot=BOOT_B)
+    client.wait_connected(20)
+    assert client.cold is None
+    assert client.binding == second.binding
+    assert [asked.dry_run for asked in second.got(protocol.Bind)] == [True, False]
 
 
 def test_refused_stale_for_ever_does_not_spin(serve: Serve, connect: Connect) -> None:

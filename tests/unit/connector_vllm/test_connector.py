@@ -23,7 +23,6 @@ from lmcache_persist.errors import (
     UnexpectedChunkSize,
 )
 from lmcache_persist.geometry import groups_from_sizes
-from support.vllm_fakes import binding
 
 REQUEST = SimpleNamespace(request_id="r")
 
@@ -93,7 +92,7 @@ def test_it_is_a_best_effort_cache_for_hybrid_allocators(broken: PersistConnecto
 class StartingClient:
     """A client whose start ends as the test wants it."""
 
-    def __init__(self, connects: PersistError | None, binds: PersistError | int) -> None:
+    def __init__(self, connects: PersistError | None, binds: PersistError) -> None:
         self._connects, self._binds = connects, binds
         self.remembered: list[Any] = []
         self.closed = False
@@ -105,11 +104,9 @@ class StartingClient:
         if self._connects:
             raise self._connects
 
-    def bind(self, groups: Any, **_: Any) -> BindOutcome:
-        self.remembered.append(groups)
-        if isinstance(self._binds, PersistError):
-            raise self._binds
-        return BindOutcome("compatible", binding(self._binds))
+    def bind(self, groups: Any, expect: int, **_: Any) -> BindOutcome:
+        self.remembered.append((groups, expect))
+        raise self._binds
 
     def close(self) -> None:
         self.closed = True
@@ -124,7 +121,7 @@ REFUSED = IncompatibleAlignment("bound to 256, requires 544")
     [
         (StartingClient(GONE, GONE), ServerUnreachable),
         (StartingClient(None, REFUSED), IncompatibleAlignment),
-        (StartingClient(None, 256), UnexpectedChunkSize),
+        (StartingClient(None, UnexpectedChunkSize("256, not 544")), UnexpectedChunkSize),
     ],
 )
 @pytest.mark.parametrize("required", [True, False])
@@ -151,7 +148,7 @@ def test_start_is_refused_or_cold(
     else:
         assert begin() is client
         assert not client.closed
-        assert client.remembered == [groups]
+        assert client.remembered == [(groups, 544)]
         assert counters.snapshot() == {"start_without_cache": 1}
 
 

@@ -11,7 +11,7 @@ import torch
 from lmcache_persist.connector import LookupResult
 from lmcache_persist.connector.vllm.requests import Requests
 from lmcache_persist.connector.vllm.scheduler_side import IDLE_WAIT_S
-from lmcache_persist.errors import ServerUnreachable
+from lmcache_persist.errors import ServerUnreachable, UnexpectedChunkSize
 from lmcache_persist.geometry import Group, GroupKind
 from lmcache_persist.hashing import ExtraKey, ExtraKind, encode_extra
 from support.identities import feature, item, later, lora, write_adapter
@@ -251,11 +251,20 @@ def test_incompatible_binding_is_cold(side: Side) -> None:
     assert side.stores(one, 30) == []
 
 
-def test_unexpected_binding_is_cold() -> None:
-    """With persist.expect_chunk_size, a server of another size is not used."""
-    side = Side(expect_chunk_size=16)
-    side.side.on_new_request(request())
+def test_refused_server_is_not_used_until_it_agrees(side: Side) -> None:
+    """A cold client is not asked, its refusal is told once; then all is as before."""
+    refusals = [UnexpectedChunkSize(f"expected {size}") for size in (16, 24)]
+    for number, side.client.cold in enumerate([refusals[0], *refusals]):
+        side.side.on_new_request(request(f"r{number}"))
+    one = request()
+    side.side.on_new_request(one)
+    assert side.side.matched_tokens(one, 0) == 0
+    assert side.stores(one, 8) == []
     assert side.client.handles == []
+    assert side.counters.snapshot()["binding_not_usable"] == 2
+    side.client.cold = None
+    assert side.side.matched_tokens(one, 0) is None
+    assert side.stores(one, 22) == hashes(one)
 
 
 def test_unbound_server_is_cold_until_bound(side: Side) -> None:

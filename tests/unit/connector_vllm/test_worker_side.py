@@ -287,7 +287,7 @@ def test_server_that_comes_later_is_registered_with(monkeypatch: pytest.MonkeyPa
 
 def test_incompatible_server_is_not_registered_with(rank: Rank) -> None:
     """Blocks of 4 do not end where chunks of 10 end: nothing is stored there."""
-    rank.side._register_again(10, cold=False)
+    rank.side._register_again(10)
     assert len(rank.client.registrations) == 1
     assert rank.counters.snapshot()["registration_failed"] == 1
 
