@@ -17,13 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutation import catalog, connector_vllm, crashes, hostile, hybrid, identity
+from mutation import catalog, client, connector_vllm, crashes, hostile, hybrid, identity
 from mutation.catalog import Mutation
 
 MUTATIONS = (
     *catalog.MUTATIONS,
     *crashes.MUTATIONS,
     *hostile.MUTATIONS,
+    *client.MUTATIONS,
     *connector_vllm.MUTATIONS,
     *hybrid.MUTATIONS,
     *identity.MUTATIONS,

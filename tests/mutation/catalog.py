@@ -245,13 +245,6 @@ MUTATIONS = (
         (CONVERGE + "test_servers_that_disagree_are_told",),
     ),
     Mutation(
-        "expectation-after-the-bind",
-        "lmcache_persist/connector/vllm/startup.py",
-        "dry_run=True, ",
-        "",
-        (CONVERGE + "test_an_expected_size_is_insisted_on",),
-    ),
-    Mutation(
         "stale-message-accepted",
         "lmcache_persist/server/sessions.py",
         "if check_binding and message.binding",
