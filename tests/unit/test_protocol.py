@@ -100,6 +100,15 @@ def test_hello_passes_over_what_it_does_not_know() -> None:
     assert message.proto_max == 9
 
 
+@pytest.mark.parametrize("absent", ["proto_min", "proto_max", "kind"])
+def test_hello_without_a_field_is_refused_by_its_name(absent: str) -> None:
+    """What the greeting is decided by has to be there."""
+    fields = {"t": "hello", "proto_min": 1, "proto_max": 1, "kind": "worker"}
+    del fields[absent]
+    with pytest.raises(MalformedMessage, match=absent):
+        protocol.decode_request(pack(fields))
+
+
 def test_too_large_to_decode() -> None:
     """A body above the bound is refused by its size, in both directions."""
     for decode in (protocol.decode_request, protocol.decode_reply):

@@ -352,6 +352,37 @@ def test_unbound_server_is_used_once_somebody_binds_it_as_expected(
     assert client.commit([1]).result(20).seq
 
 
+@pytest.mark.parametrize("by", ["server", "client"])
+def test_server_of_another_version_that_comes_later_is_gone_around(
+    serve: Serve, connect: Connect, by: str
+) -> None:
+    """Case F4: the greeting decides, whoever refuses; calls fail at once and name both versions,
+    nothing else is said to that server, and the next one that can be spoken to is used.
+    """
+    first = serve()
+    client = bound_worker(connect)
+    first.close()
+    wait_until(lambda: client.breaker_open, "the end is noticed")
+    second = serve(boot=BOOT_B)
+    text = f"client speaks {protocol.PROTOCOL_VERSION} to 1, server 7 to 9"
+    refusal = protocol.ErrorReply(code="unsupported_version", message=text)
+    welcome = protocol.Welcome(proto=9, session="c" * 32, version="later")
+    second.on(protocol.Hello, lambda _: refusal if by == "server" else welcome)
+    wait_until(lambda: len(second.got(protocol.Hello)) > 2, "it is tried again and again")
+    error = client.commit([1]).exception(0)
+    assert isinstance(error, ServerUnreachable)
+    for word in ("server 7 to 9",) if by == "server" else ("protocol 9", "this client 1 to 1"):
+        assert word in error.message
+    result = client.lookup(engine="engine", hashes=[KEY], num_tokens=65).poll()
+    assert result is not None
+    assert result.tokens == 0
+    assert {type(message) for message in second.requests} == {protocol.Hello}
+    second.close()
+    serve(boot="c" * 32)
+    wait_until(lambda: client.boot_id == "c" * 32, "the third is known")
+    assert client.commit([1]).result(20).seq
+
+
 @pytest.mark.parametrize("chunk_size", [128, None])
 def test_start_at_the_wrong_server_is_remembered(
     serve: Serve, connect: Connect, chunk_size: int | None

@@ -21,6 +21,7 @@ from lmcache_persist.errors import (
     PersistError,
     ServerUnreachable,
     UnexpectedChunkSize,
+    UnsupportedVersion,
 )
 from lmcache_persist.geometry import groups_from_sizes
 
@@ -113,6 +114,7 @@ class StartingClient:
 
 
 GONE = ServerUnreachable("nobody is there")
+OTHER_VERSION = UnsupportedVersion("server speaks 7 to 9, this client 1")
 REFUSED = IncompatibleAlignment("bound to 256, requires 544")
 
 
@@ -120,6 +122,7 @@ REFUSED = IncompatibleAlignment("bound to 256, requires 544")
     ("client", "error"),
     [
         (StartingClient(GONE, GONE), ServerUnreachable),
+        (StartingClient(OTHER_VERSION, OTHER_VERSION), UnsupportedVersion),
         (StartingClient(None, REFUSED), IncompatibleAlignment),
         (StartingClient(None, UnexpectedChunkSize("256, not 544")), UnexpectedChunkSize),
     ],
