@@ -47,8 +47,9 @@ unit: $(STAMP)  ## unit and property tests
 crash: $(STAMP)  ## tests that kill processes at named points
 	$(PYTEST) tests/crash --durations=10
 
-soak: $(STAMP)  ## the long forms: 200 random kills, 20 power cuts, 40 pages of noise (as root)
+soak: $(STAMP)  ## the long forms: 200 random kills, 20 power cuts, noise, stopped clients (as root)
 	SOAK=1 $(PYTEST) tests/crash -s -k "any_moment or nothing_durable_is_lost or noise_anywhere"
+	SOAK=1 $(PYTEST) tests/integration/test_clients.py -s -k "stopped_client or silent_client"
 
 engine: $(STAMP)  ## tests with a real vLLM engine on the CPU
 	$(PYTEST) tests/engine --durations=0

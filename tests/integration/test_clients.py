@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.errors import LeaseError
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
 from support.client_child import ClientProcess
+from support.results import SOAKING
 from support.server import ServerProcess
 from support.waiting import stays, wait_until
 
 OBJECT = 1 << 20
 SHARE = 16
 """Objects of that size in half of the pool of 32 MiB."""
+STOPPED_S = 180.0 if SOAKING else 2.0
+"""Seconds that a client is stopped for. Sessions without a lock are forgotten after 120."""
 MakeClient = Callable[..., ClientProcess]
 
 
@@ -55,6 +60,7 @@ def locks(server: ServerProcess) -> list[str]:
 Stats = Callable[[], dict[str, Any]]
 
 
+@pytest.mark.timeout(STOPPED_S + 120)
 def test_a_stopped_client_keeps_its_share_only(client: MakeClient, stats: Stats) -> None:
     """Others store and load beside a stopped client; its own load is good when it wakes."""
     sleeper, other = client("sleeper"), client("other")
@@ -67,10 +73,12 @@ def test_a_stopped_client_keeps_its_share_only(client: MakeClient, stats: Stats)
     sleeper.signal(signal.SIGSTOP)
     try:
         # Far more than the pool goes through the half that is left.
-        for prompt in range(10, 16):
+        deadline, prompts = time.monotonic() + STOPPED_S, itertools.count(10)
+        while (prompt := next(prompts)) < 16 or time.monotonic() < deadline:
             assert other.call("store", prompt, 6) == 6
             other.call("flush")
             assert other.call("lookup", prompt, 6) == 6
+        print(f"stopped for {STOPPED_S:g} s at least, {6 * (prompt - 10)} chunks by the other")
         assert stats()["leased_bytes"] == 8 * OBJECT
         assert stats()["pool"]["reservations"] == SHARE - 8
         assert stats()["counters"]["dead_clients"] == 0
@@ -83,6 +91,7 @@ def test_a_stopped_client_keeps_its_share_only(client: MakeClient, stats: Stats)
     wait_until(lambda: stats()["leased_bytes"] == 0, "leases are back")
 
 
+@pytest.mark.timeout(STOPPED_S + 120)
 def test_a_silent_client_is_not_reaped(client: MakeClient, stats: Stats) -> None:
     """Silence of any length is no death: a stopped client is there, and served when it wakes."""
     quiet = client("quiet")
@@ -91,7 +100,7 @@ def test_a_silent_client_is_not_reaped(client: MakeClient, stats: Stats) -> None
     quiet.signal(signal.SIGSTOP)
     try:
         # Longer than several looks at the locks; the server decides by nothing but them.
-        stays(lambda: stats()["sessions"] == sessions, "its session is there", 2.0)
+        stays(lambda: stats()["sessions"] == sessions, "its session is there", STOPPED_S)
     finally:
         quiet.signal(signal.SIGCONT)
     assert quiet.call("lookup", 1, 2) == 2
