@@ -122,9 +122,11 @@ def step(
     tables: dict[str, tuple[list[int], ...]] | None = None,
     drafts: dict[str, list[int]] | None = None,
     states: dict[str, list[tuple[int, int, int]]] | None = None,
+    admitted: tuple[str, ...] = (),
 ) -> SimpleNamespace:
     """A scheduler output as build_connector_meta gets it."""
     return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in admitted],
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens=drafts or {},

@@ -112,7 +112,7 @@ def _scratch(index: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _read_group(index: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
-    read = {_read_spec(index, spec, dcp_size) for _, spec in layer_specs(group)}
+    read = {_read_spec(index, spec, dcp_size) for spec in _specs_of(group)}
     if len(read) != 1:
         raise UnsupportedGroup(
             f"group {index} mixes layers that keep different things: {sorted(map(str, read))}",
@@ -126,6 +126,14 @@ def _read_group(index: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
             group=index,
         )
     return read.pop()
+
+
+def _specs_of(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Specs of the layers, or of the group where a pipeline stage has none of its layers."""
+    if group.layer_names:
+        return [spec for _, spec in layer_specs(group)]
+    spec = group.kv_cache_spec
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
 def _read_spec(index: int, spec: KVCacheSpec, dcp_size: int) -> Group:

@@ -380,13 +380,19 @@ class SchedulerSide:
         request_id, size = tracked.request.request_id, hasher.chunk_size
         state = scheduler_output.kv_connector_block_state
         offers = state.boundary_state_offloads.get(request_id, ()) if self._recurrent else ()
-        if end <= tracked.next_store and not (
-            offers or (self._recurrent and steps.stop % size == 0)
-        ):
+        at_boundary = self._recurrent and not (steps.start % size and steps.stop % size)
+        if end <= tracked.next_store and not (offers or at_boundary):
             return []
         tables = state.get_block_ids(request_id)
         states = boundary_states(
-            self._groups, tables, offers, steps, size, self.null_block_id, self._is_checkpoint
+            self._groups,
+            tables,
+            offers,
+            steps,
+            size,
+            self.null_block_id,
+            self._is_checkpoint,
+            admitted=any(one.req_id == request_id for one in scheduler_output.scheduled_new_reqs),
         )
         fresh = {c: found for c, found in states.items() if c < end and c not in tracked.states}
         if end <= tracked.next_store and not fresh:

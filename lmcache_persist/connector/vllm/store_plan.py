@@ -2,7 +2,8 @@
 
 Full and sliding groups are stored when a chunk is complete: later the engine drops what
 lies behind its window. A recurrent group is stored where the engine left a state at a
-chunk's end, which it does at few of them, and in a step of its own choosing.
+chunk's end, which it does at few of them, and in a step of its own choosing; and where its own prefix
+cache had one, which the server may have lost.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def boundary_states(
     chunk_size: int,
     null_block: int,
     is_checkpoint: IsCheckpoint,
+    *,
+    admitted: bool = False,
 ) -> dict[int, dict[int, int]]:
     """Where a step leaves a recurrent state at the end of a chunk.
 
@@ -38,22 +41,25 @@ def boundary_states(
         chunk_size: tokens.
         null_block: id that stands for no block.
         is_checkpoint: whether the engine exports a state from inside the step.
+        admitted: whether this is the request's first step. Where it begins there is the
+            state that the engine found in its own prefix cache: the step goes on from a copy.
 
     Returns:
         Per chunk, by its number, the block that holds each group's state at its end.
-        Blocks of earlier steps are never named: the engine may have given them away, or
-        the state in them may have moved on. Nor is an offer for a boundary that the step
+        Blocks of the request's earlier steps are never named: the engine may have given
+        them away, or the state in them may have moved on. Nor is an offer for a boundary that the step
         passes without a checkpoint: the block then holds the state of where it began.
     """
     found: dict[int, dict[int, int]] = {}
-    computed = steps.stop
     recurrent = {index for index, one in enumerate(groups) if one.kind is GroupKind.RECURRENT}
     for group, block, tokens in offers:
         if tokens % chunk_size or group not in recurrent or block == null_block:
             continue
-        if tokens == computed or is_checkpoint(group, steps, tokens):
+        if tokens == steps.stop or is_checkpoint(group, steps, tokens):
             found.setdefault(tokens // chunk_size - 1, {})[group] = block
-    if computed and computed % chunk_size == 0:
+    for computed in {steps.stop, steps.start} if admitted else {steps.stop}:
+        if not computed or computed % chunk_size:
+            continue
         for group in recurrent:
             last = computed // groups[group].tokens_per_block - 1
             if last < len(tables[group]) and tables[group][last] != null_block:

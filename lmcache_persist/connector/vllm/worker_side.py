@@ -33,6 +33,10 @@ from lmcache_persist.protocol import MAX_KEYS_PER_RESERVE, Grant, Reserved
 STORE_WAIT_S = 0.05
 """Seconds that the end of a step waits for slots that were asked for at its start."""
 
+EMPTY_OBJECT_BYTES = 16
+"""Bytes of the objects of a group that has no layer on this rank, as a pipeline stage may
+have it: a chunk's group is complete only when every rank has stored its part."""
+
 REGISTER_TIMEOUT_S = 10.0
 """Seconds for the answer of a server that is known to be there."""
 
@@ -131,8 +135,8 @@ class WorkerSide:
     def _register_for(self, chunk_size: int) -> None:
         check_compatible(chunk_size, self._groups)
         sizes = [
-            pages.object_bytes(object_blocks(group, chunk_size)) if pages else 0
-            for pages, group in zip(self._pages, self._groups, strict=True)
+            self._object_bytes(index, object_blocks(group, chunk_size)) if group.cacheable else 0
+            for index, group in enumerate(self._groups)
         ]
         if self._identity is None:
             raise RuntimeError("a worker without an identity has nothing to register")
@@ -243,19 +247,20 @@ class WorkerSide:
     def _gather(self, job: StoreJob, grant: Grant, pool: PoolMap) -> None:
         members = [index for index in range(len(self._groups)) if job.mask >> index & 1]
         for group, offset in zip(members, grant.offsets, strict=True):
-            pages = self._pages_of(group)
-            ids = job.block_ids[group]
-            slot = pool.view(offset, pages.object_bytes(len(ids)))
+            pages, ids = self._pages[group], job.block_ids[group]
+            slot = pool.view(offset, self._object_bytes(group, len(ids)))
             try:
-                pages.gather(ids, slot)
+                if pages is None:
+                    slot[:] = bytes(len(slot))
+                else:
+                    pages.gather(ids, slot)
             finally:
                 slot.release()
 
-    def _pages_of(self, group: int) -> PageSet:
+    def _object_bytes(self, group: int, num_blocks: int) -> int:
+        """Bytes of an object of that many blocks of a cacheable group."""
         pages = self._pages[group]
-        if pages is None:
-            raise LeaseError(f"group {group} has no pages on rank {self._rank}")
-        return pages
+        return EMPTY_OBJECT_BYTES if pages is None else pages.object_bytes(num_blocks)
 
     def _give_up_stores(self) -> None:
         """Slots that were asked for in a step that never came to its end."""
@@ -296,11 +301,13 @@ class WorkerSide:
         if pool is None:
             raise LeaseError(f"pool of boot {job.boot_id} is not mapped")
         with pool.pin():
-            for index, group in enumerate(self._groups):
-                if group.cacheable:
-                    self._load_group(job, index, group, pool)
+            for index, (group, pages) in enumerate(zip(self._groups, self._pages, strict=True)):
+                if pages is not None:
+                    self._load_group(job, index, group, pages, pool)
 
-    def _load_group(self, job: LoadJob, index: int, group: Group, pool: PoolMap) -> None:
+    def _load_group(
+        self, job: LoadJob, index: int, group: Group, pages: PageSet, pool: PoolMap
+    ) -> None:
         slots = self._slots_by_chunk(job, index)
         ids, first = job.block_ids[index], job.first_blocks[index]
         per_chunk = job.chunk_size // group.tokens_per_block
@@ -317,7 +324,7 @@ class WorkerSide:
             offset, object_bytes = slots[chunk]
             slot = pool.view(offset, object_bytes)
             try:
-                self._pages_of(index).scatter(
+                pages.scatter(
                     blocks, slot, skip_blocks=max(0, held), null_block=job.null_block_id
                 )
             finally:

@@ -215,6 +215,23 @@ def test_groups_that_are_not_transferred_are_scratch() -> None:
     assert issubclass(NoCacheableGroup, GeometryError)
 
 
+def test_pipeline_stages_have_one_geometry() -> None:
+    """A stage that has no layer of a group has the group, and a layout without layers of it."""
+    wrapped = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0.a": full(), "0.b": full()})
+    whole = config(wrapped, mamba(block_size=32))
+    stage = config(wrapped, mamba(block_size=32))
+    stage.kv_cache_groups[1].layer_names = []
+    other = config(wrapped, mamba(block_size=32))
+    other.kv_cache_groups[0].layer_names = []
+    groups = read_groups(whole, 1)
+    assert read_groups(stage, 1) == read_groups(other, 1) == groups
+    layers = layouts.read_layers(caches(10), stage, groups)
+    assert [len(members) for members in layers] == [2, 0]
+    found = layouts.describe(layers, stage, groups, engine_config())
+    assert [len(one["layers"]) for one in found["groups"]] == [2, 0]
+    assert found["groups"][1]["kind"] == "recurrent"
+
+
 def engine_config(isa: str = "amx") -> SimpleNamespace:
     """As much of a VllmConfig as a layout reads."""
     module = SimpleNamespace(isa=isa, attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"))

@@ -438,3 +438,23 @@ def test_state_below_a_known_chunk_is_stored_alone() -> None:
     side.side.after_alloc(one, blocks([50], TABLE), 0)
     (job,) = side.side.build_step(step({"r": 8}, {"r": ([50], TABLE)})).stores
     assert (job.chunk_hash, job.mask, job.block_ids) == (hashes(one)[0], 0b01, ((50,), ()))
+
+
+def test_state_that_the_server_lost_is_stored_again() -> None:
+    """The engine's own prefix cache has it at 16, the server nothing: both chunks and the state."""
+    side, one = hybrid_side(), request(num_tokens=30)
+    side.side.on_new_request(one)
+    side.decide(0)
+    assert side.side.matched_tokens(one, 16) == 0
+    side.side.after_alloc(one, blocks([0, 51, 52], TABLE), 0)
+    one.num_computed_tokens = 16
+    tables = {"r": ([0, 51, 52], TABLE)}
+    made = side.side.build_step(step({"r": 6}, tables, admitted=("r",)))
+    first, second, _ = hashes(one)
+    assert [(job.chunk_hash, job.mask, job.block_ids[0]) for job in made.stores] == [
+        (first, 0b10, ()),
+        (second, 0b11, (51,)),
+    ]
+    one.num_computed_tokens = 22
+    tables = {"r": ([0, 0, 52], TABLE)}
+    assert side.side.build_step(step({"r": 1}, tables)).stores == []

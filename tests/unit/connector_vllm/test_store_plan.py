@@ -51,6 +51,28 @@ def test_states_at_chunk_ends(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("steps", "admitted", "expected"),
+    [
+        (range(8, 13), True, {0: {0: 11}}),
+        (range(8, 13), False, {}),
+        (range(8, 16), True, {0: {0: 11}, 1: {0: 12}}),
+        (range(9, 13), True, {}),
+        (range(13), True, {}),
+        (range(24, 28), True, {}),
+    ],
+)
+def test_state_that_a_request_begins_with(
+    steps: range, admitted: bool, expected: dict[int, dict[int, int]]
+) -> None:
+    """In its first step, and in no other, where the engine's own prefix cache ended."""
+    tables = ([11, 12, NULL], [], [1, 2, 3, 4], [5])
+    found = boundary_states(
+        GROUPS, tables, [], steps, 8, NULL, lambda *_: False, admitted=admitted
+    )
+    assert found == expected
+
+
 def test_objects_of_a_chunk() -> None:
     """Full groups give all blocks, a small window its last ones, scratch groups none."""
     tables = ([NULL, 12], [7], [1, 2, 3, 4], [NULL, NULL, 31, 32, 33, 34, 35, 36])

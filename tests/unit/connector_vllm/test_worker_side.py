@@ -16,7 +16,7 @@ from lmcache_persist.connector.vllm import worker_side
 from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.connector.vllm.metadata import LoadJob, SlotsOfRun, StepMetadata, StoreJob
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
-from lmcache_persist.connector.vllm.worker_side import WorkerSide
+from lmcache_persist.connector.vllm.worker_side import EMPTY_OBJECT_BYTES, WorkerSide
 from lmcache_persist.errors import IdentityUnknown, ServerUnreachable
 from lmcache_persist.geometry import Group, GroupKind
 from lmcache_persist.protocol import Grant, Reserved
@@ -353,6 +353,42 @@ def test_groups_are_gathered_as_the_mask_says(hybrid: HybridRank) -> None:
     assert hybrid.client.reserves[0]["masks"] == [0b01, 0b11]
     pages = [hybrid.page("a", 5), hybrid.page("a", 6), hybrid.page("b", 7)]
     assert [hybrid.pool.slot(slot)[:PAGE_BYTES] for slot in range(3)] == pages
+
+
+class Stage(HybridRank):
+    """A pipeline stage that has no layer of the second group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.side._kv_cache_config.kv_cache_groups[1].layer_names = []
+
+
+def test_stage_without_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part of the chunk is there, small and constant, and is loaded into nothing."""
+    stage = Stage(monkeypatch)
+    stage.side.register(stage.caches)
+    (registration,) = stage.client.registrations
+    assert registration.object_bytes == [PAGE_BYTES, EMPTY_OBJECT_BYTES]
+    stage.client.reserved.set_result(
+        Reserved(boot="boot", grants=[Grant(0, 1, [0, OBJECT_BYTES])])
+    )
+    stage.pool.data[:] = b"s" * len(stage.pool.data)
+    stage.side.begin_step(stage.step(StoreJob(b"c".ljust(32), 0b11, ((5,), (7,)))))
+    stage.side.store()
+    assert stage.client.committed == [[1]]
+    assert stage.pool.slot(0)[:PAGE_BYTES] == stage.page("a", 5)
+    assert stage.pool.slot(1).rstrip(b"s") == bytes(EMPTY_OBJECT_BYTES)
+    untouched = stage.caches["b"].clone()
+    runs = (
+        SlotsOfRun(1, 0, 0, PAGE_BYTES, (0,)),
+        SlotsOfRun(1, 1, 0, EMPTY_OBJECT_BYTES, (OBJECT_BYTES,)),
+    )
+    job = load(runs=runs, first_blocks=(0, 0), block_ids=((0, 4), (6, 8)))
+    stage.side.begin_step(StepMetadata(loads=[job]))
+    stage.side.load()
+    assert stage.side.take_results() == ({"r"}, set())
+    assert stage.page("a", 4) == stage.page("a", 5)
+    assert torch.equal(untouched.view(torch.int16), stage.caches["b"].view(torch.int16))
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])
