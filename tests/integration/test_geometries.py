@@ -17,11 +17,17 @@ from support.server import ServerProcess
 from support.waiting import wait_until
 
 PATIENT = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=20.0)
-LENGTHS = (1, 2, 41, 114, 127, 128, 129, 256)
+LENGTHS = (1, 2, 41, 83, 114, 127, 128, 129, 256)
 FULL_640 = Group(GroupKind.FULL, 640, 640)
 SCRATCH = Group(GroupKind.SCRATCH, 0)
 STATE_640 = Group(GroupKind.RECURRENT, 640, 1)
 SLIDING_640 = Group(GroupKind.SLIDING, 640, 640, 2000)
+HYBRID_784 = (
+    Group(GroupKind.RECURRENT, 784, 1),
+    Group(GroupKind.FULL, 784, 784),
+    Group(GroupKind.SLIDING, 112, 112, 500),
+)
+HYBRID_544 = (Group(GroupKind.RECURRENT, 544, 1), Group(GroupKind.FULL, 544, 544))
 HYBRID = (STATE_640, SCRATCH, STATE_640, FULL_640, SLIDING_640, FULL_640)
 
 GEOMETRIES: dict[str, tuple[Sequence[int | Group], int, int]] = {
@@ -30,6 +36,8 @@ GEOMETRIES: dict[str, tuple[Sequence[int | Group], int, int]] = {
     "[400,400] with 100 slots": ([400, Group(GroupKind.FULL, 400, 100)], 2, 400),
     "[544,64]": ([544, 64], 1, 1088),
     "[3584,4,3584,64]": ([3584, 4, 3584, 64], 1, 3584),
+    "hybrid of 784": (HYBRID_784, 1, 784),
+    "five groups of 4 to 256": ([4, 16, 64, 128, 256], 2, 256),
 }
 SIZES = {"capacity": "256MiB", "pool_size": "64MiB"}
 
@@ -71,6 +79,13 @@ class Fleet:
 
         wait_until(registered, "all ranks are registered with the new server", 30.0)
 
+    def restart_both(self) -> None:
+        """SIGKILL the server; another client for the next one."""
+        self.engine.client.close()
+        self.server.kill()
+        self.server.start()
+        self.engine = self._new_engine()
+
     def prompt(self, num_chunks: int) -> list[bytes]:
         """The hashes of a prompt that shares nothing with prompts of other lengths."""
         tokens = [num_chunks, *range(1, num_chunks * self.engine.chunk_size)]
@@ -97,13 +112,7 @@ def test_prompts_of_any_length_are_golden(
         assert fleet.engine.store(prompt) == len(prompt)
     fleet.engine.client.flush(30)
 
-    def restart_both() -> None:
-        fleet.engine.client.close()
-        fleet.server.kill()
-        fleet.server.start()
-        fleet.engine = fleet._new_engine()
-
-    for restart in (fleet.restart_engine, fleet.restart_server, restart_both):
+    for restart in (fleet.restart_engine, fleet.restart_server, fleet.restart_both):
         restart()
         assert [fleet.hit(prompt) for prompt in prompts] == list(LENGTHS)
         # A prompt that ends with its last chunk leaves a token to compute.
@@ -141,7 +150,7 @@ def test_states_at_some_boundaries_only(make_server: Callable[..., ServerProcess
         length: length for length in LENGTHS
     }
     fleet.engine.client.flush(30)
-    for restart in (fleet.restart_engine, fleet.restart_server):
+    for restart in (fleet.restart_engine, fleet.restart_server, fleet.restart_both):
         restart()
         for length, prompt in prompts.items():
             assert fleet.hit(prompt) == length
@@ -151,4 +160,26 @@ def test_states_at_some_boundaries_only(make_server: Callable[..., ServerProcess
     stats = fleet.engine.client.stats(timeout_s=10.0)
     assert stats["leased_bytes"] == 0
     assert stats["pool"]["reservations"] == 0
+    fleet.engine.client.close()
+
+
+@pytest.mark.parametrize(
+    ("groups", "hits"),
+    [
+        ([Group(GroupKind.FULL, 16, 16)], {512: 256, 513: 512, 511: 256, 256: 0, 257: 256}),
+        (HYBRID_544, {544: 0, 1088: 544, 1089: 1088, 1087: 544}),
+    ],
+)
+def test_whole_prompt_is_stored(
+    server: ServerProcess, groups: Sequence[Group], hits: dict[int, int]
+) -> None:
+    """However much is there, a token is left to compute; a state is never stepped back from."""
+    fleet = Fleet(server, groups, 1)
+    for num_tokens, expected in hits.items():
+        hashes = fleet.engine.hashes([num_tokens, *range(1, num_tokens)])
+        fleet.engine.store(hashes)
+        assert (num_tokens, fleet.engine.lookup(hashes, num_tokens).tokens) == (
+            num_tokens,
+            expected,
+        )
     fleet.engine.client.close()

@@ -2,8 +2,8 @@
 
 Full and sliding groups are stored when a chunk is complete: later the engine drops what
 lies behind its window. A recurrent group is stored where the engine left a state at a
-chunk's end, which it does at few of them, and in a step of its own choosing; and where its own prefix
-cache had one, which the server may have lost.
+chunk's end, which it does at few of them, and in a step of its own choosing; and where its
+own prefix cache had one, which the server may have lost.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def boundary_states(
     Returns:
         Per chunk, by its number, the block that holds each group's state at its end.
         Blocks of the request's earlier steps are never named: the engine may have given
-        them away, or the state in them may have moved on. Nor is an offer for a boundary that the step
-        passes without a checkpoint: the block then holds the state of where it began.
+        them away, or the state in them may have moved on. Nor is an offer for a boundary
+        that the step passes without a checkpoint: the block then holds the state of where
+        it began.
     """
     found: dict[int, dict[int, int]] = {}
     recurrent = {index for index, one in enumerate(groups) if one.kind is GroupKind.RECURRENT}

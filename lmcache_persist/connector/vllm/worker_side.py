@@ -324,9 +324,7 @@ class WorkerSide:
             offset, object_bytes = slots[chunk]
             slot = pool.view(offset, object_bytes)
             try:
-                pages.scatter(
-                    blocks, slot, skip_blocks=max(0, held), null_block=job.null_block_id
-                )
+                pages.scatter(blocks, slot, skip_blocks=max(0, held), null_block=job.null_block_id)
             finally:
                 slot.release()
 

@@ -67,9 +67,7 @@ def test_state_that_a_request_begins_with(
 ) -> None:
     """In its first step, and in no other, where the engine's own prefix cache ended."""
     tables = ([11, 12, NULL], [], [1, 2, 3, 4], [5])
-    found = boundary_states(
-        GROUPS, tables, [], steps, 8, NULL, lambda *_: False, admitted=admitted
-    )
+    found = boundary_states(GROUPS, tables, [], steps, 8, NULL, lambda *_: False, admitted=admitted)
     assert found == expected
 
 

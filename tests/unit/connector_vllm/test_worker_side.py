@@ -369,9 +369,7 @@ def test_stage_without_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> Non
     stage.side.register(stage.caches)
     (registration,) = stage.client.registrations
     assert registration.object_bytes == [PAGE_BYTES, EMPTY_OBJECT_BYTES]
-    stage.client.reserved.set_result(
-        Reserved(boot="boot", grants=[Grant(0, 1, [0, OBJECT_BYTES])])
-    )
+    stage.client.reserved.set_result(Reserved(boot="boot", grants=[Grant(0, 1, [0, OBJECT_BYTES])]))
     stage.pool.data[:] = b"s" * len(stage.pool.data)
     stage.side.begin_step(stage.step(StoreJob(b"c".ljust(32), 0b11, ((5,), (7,)))))
     stage.side.store()
