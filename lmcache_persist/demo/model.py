@@ -34,25 +34,7 @@ def make_llama(directory: Path, *, seed: int = 0, layers: int = 4) -> Path:
     Returns:
         ``directory``.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MAX_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _save(LlamaForCausalLM, config, directory, seed)
+    return _make("Llama", directory, seed, num_hidden_layers=layers)
 
 
 def make_hybrid(directory: Path, *, seed: int = 0) -> Path:
@@ -68,18 +50,11 @@ def make_hybrid(directory: Path, *, seed: int = 0) -> Path:
     Returns:
         ``directory``.
     """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
+    return _make(
+        "Qwen3Next",
+        directory,
+        seed,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         linear_num_key_heads=2,
         linear_key_head_dim=128,
         linear_num_value_heads=4,
@@ -88,13 +63,7 @@ def make_hybrid(directory: Path, *, seed: int = 0) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
-        max_position_embeddings=MAX_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    return _save(Qwen3NextForCausalLM, config, directory, seed)
 
 
 def make_gemma(directory: Path, *, seed: int = 0) -> Path:
@@ -107,40 +76,55 @@ def make_gemma(directory: Path, *, seed: int = 0) -> Path:
     Returns:
         ``directory``.
     """
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
+    return _make(
+        "Gemma3",
+        directory,
+        seed,
+        config="Gemma3Text",
+        head_std=0.3,
         num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         query_pre_attn_scalar=64,
         sliding_window=512,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
-        max_position_embeddings=MAX_TOKENS,
-        initializer_range=INITIALIZER_RANGE,
-        # Tied ones make it echo its last token, whatever is in its KV.
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    return _save(Gemma3ForCausalLM, config, directory, seed, head_std=0.3)
 
 
-def _save(
-    kind: Any, config: Any, directory: Path, seed: int, *, head_std: float | None = None
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": MAX_TOKENS,
+    "initializer_range": INITIALIZER_RANGE,
+    # Tied ones make a model echo its last token, whatever is in its KV.
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _make(
+    family: str,
+    directory: Path,
+    seed: int,
+    *,
+    config: str = "",
+    head_std: float | None = None,
+    **changes: Any,
 ) -> Path:
     """Random weights of ``seed``; ``head_std`` makes the output layer's logits differ more."""
     import torch
+    import transformers
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    made = getattr(transformers, f"{config or family}Config")(**{**_COMMON, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind(config)
+        model = kind(made)
         if head_std is not None:
             torch.nn.init.normal_(model.lm_head.weight, std=head_std)
         model = model.to(torch.bfloat16)

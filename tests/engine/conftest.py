@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.demo.model import make_llama
-from support.engines import Starter
+from support.engines import Starter, starting
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Starter]:
-    """The starter of one test."""
-    starter = Starter(model, tmp_path)
-    try:
+    """The starter of one test; a module may have a model of its own."""
+    with starting(model, tmp_path) as starter:
         yield starter
-    finally:
-        starter.kill_all()
 
 
 @pytest.fixture

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_persist.demo.engine import EngineProcess
 from lmcache_persist.demo.model import make_gemma, make_prompt
 from lmcache_persist.demo.server import ServerProcess
-from support.engines import Starter, ask, ask_uncached, assert_same, warm_up
+from support.engines import (
+    Starter,
+    Stored,
+    ask,
+    ask_uncached,
+    assert_right,
+    assert_same,
+    check_failed_load,
+    starting,
+    store_cold,
+    warm_up,
+)
 
 WINDOW = 512
 PROMPTS = {
@@ -27,58 +35,24 @@ LONG = PROMPTS[1500][0]
 
 
 @pytest.fixture(scope="module")
-def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Gemma 3."""
     return make_gemma(tmp_path_factory.mktemp("model") / "gemma", seed=1)
 
 
-@pytest.fixture
-def start(gemma_model: Path, tmp_path: Path) -> Iterator[Starter]:
-    """The starter of one test, with the Gemma model."""
-    starter = Starter(gemma_model, tmp_path)
-    try:
-        yield starter
-    finally:
-        starter.kill_all()
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A data dir whose server and engine were killed, and what plain vLLM says."""
-
-    data_dir: Path
-    expected: dict[int, dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def stored(gemma_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
-    """All prompts run cold by an engine with the cache, flushed; everything SIGKILLed."""
+def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """All prompts run cold, and everything killed."""
     folder = tmp_path_factory.mktemp("gemma")
-    starter = Starter(gemma_model, folder)
-    try:
-        server = starter.server(folder / "data")
-        engine = starter.engine(server, block_size=None)
-        plain = starter.engine(None, block_size=None)
-        engine.wait_ready()
-        plain.wait_ready()
-        expected = {tokens: ask(plain, prompt) for tokens, (prompt, _) in PROMPTS.items()}
-        plain.kill()
-        for tokens, (prompt, _) in PROMPTS.items():
-            result = ask(engine, prompt)
-            assert (tokens, result["cached_tokens"]) == (tokens, 0)
-            assert_same(result, expected[tokens])
-        server.flush()
-        found = server.inspect()
-        assert found["binding"]["chunk_size"] == 256
-        groups = [(one["kind"], one["window"]) for one in found["models"][0]["groups"]]
-        assert sorted(groups) == [("full", 0)] + [("sliding", WINDOW)] * 5
-        # Every complete chunk of every group: a later prefix may need it.
-        assert found["models"][0]["objects"] == 6 * (5 + 5 + 5 + 2 + 1)
-        server.kill()
-        engine.kill()
-        yield Stored(folder / "data", expected)
-    finally:
-        starter.kill_all()
+    with starting(model, folder) as starter:
+        made = store_cold(starter, folder / "data", PROMPTS, block_size=None)
+    assert made.found["binding"]["chunk_size"] == 256
+    (found,) = made.found["models"]
+    groups = [(one["kind"], one["window"]) for one in found["groups"]]
+    assert sorted(groups) == [("full", 0)] + [("sliding", WINDOW)] * 5
+    # Every complete chunk of every group: a later prefix may need it.
+    assert found["objects"] == 6 * (5 + 5 + 5 + 2 + 1)
+    return made
 
 
 def test_windows_are_restored_after_everything_was_killed(stored: Stored, start: Starter) -> None:
@@ -93,6 +67,7 @@ def test_windows_are_restored_after_everything_was_killed(stored: Stored, start:
         assert (tokens, result["cached_tokens"]) == (tokens, cached_tokens)
         assert_same(result, stored.expected[tokens])
     check_blank_groups(engine, stored)
+    check_failed_load(engine, LONG, 1280, stored.expected[1500])
     check_prefixes(engine, stored)
     check_own_prefix_cache(engine)
     assert server.inspect()["server"]["leased_bytes"] == 0
@@ -133,14 +108,6 @@ def check_prefixes(engine: EngineProcess, stored: Stored) -> None:
     turn = LONG + stored.expected[1500]["tokens"] + make_prompt(600, seed=83)
     assert_right(engine, turn, 1280)
     assert_right(engine, turn + make_prompt(10, seed=84), 2048)
-
-
-def assert_right(engine: EngineProcess, prompt: list[int], cached_tokens: int) -> None:
-    """A hit of so many tokens, and the tokens of the same engine that reads no cache."""
-    assert engine.call("reset_prefix_cache")
-    result = ask(engine, prompt)
-    assert (len(prompt), result["cached_tokens"]) == (len(prompt), cached_tokens)
-    assert_same(result, ask_uncached(engine, prompt))
 
 
 def check_own_prefix_cache(engine: EngineProcess) -> None:

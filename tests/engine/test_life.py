@@ -18,6 +18,7 @@ import pytest
 from lmcache_persist.demo.engine import EngineFailed, EngineProcess
 from lmcache_persist.demo.model import make_prompt
 from lmcache_persist.demo.server import ServerProcess
+from support.crowds import assert_nothing_is_held, check_aborts
 from support.engines import (
     IN_PROCESS,
     OWN_PROCESS,
@@ -59,19 +60,6 @@ def crowd() -> list[dict[str, Any]]:
     ]
 
 
-def assert_nothing_is_held(engine: EngineProcess, server: ServerProcess) -> None:
-    """No block, lease, slot or bookkeeping is left over, and vLLM's own cache can be emptied."""
-    assert engine.call("reset_prefix_cache")
-    assert set(engine.call("held").values()) == {0}
-
-    def free() -> bool:
-        found = server.inspect()["server"]
-        held = found["lookups_open"], found["leased_bytes"], found["pool"]["reservations"]
-        return held == (0, 0, 0)
-
-    wait_until(free, "no lease and no reservation is left")
-
-
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Every request that was not aborted says what it says without a cache."""
     wrong = [
@@ -103,34 +91,10 @@ def test_crowded_engine(start: Starter, tmp_path: Path) -> None:
         assert_nothing_is_held(engine, server)
     # Most of what is shared vLLM holds itself.
     assert engine.call("counters")["loads"] >= 8
-    check_aborts(engine, server, requests, expected)
+    check_aborts(engine, requests, lambda _, found: compare(found, expected))
+    assert_nothing_is_held(engine, server)
     check_ids_used_again(engine, server, requests, expected)
     assert not [name for name in engine.call("counters") if name.startswith("failed")]
-
-
-def check_aborts(
-    engine: EngineProcess,
-    server: ServerProcess,
-    requests: list[dict[str, Any]],
-    expected: dict[str, Any],
-) -> None:
-    """Half of the crowd is aborted, each at another step, while the rest goes on."""
-    rng = random.Random(SEED)
-    aborted = [
-        {**one, "abort": one["start"] + rng.choice([1, 2, 3, 5, 8, 20])} if at % 2 else one
-        for at, one in enumerate(requests)
-    ]
-    found = engine.call("drive", requests=aborted)
-    print(f"aborted in {found['aborted_in']}")
-    compare(found, expected)
-    # One alone, at each of its first steps: before, during and after its load.
-    for step in range(1, 10):
-        assert engine.call("reset_prefix_cache")
-        alone = {**requests[1], "start": 0, "abort": step}
-        states = engine.call("drive", requests=[alone])["aborted_in"]
-        found["aborted_in"] += states
-    assert {"RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"} <= set(found["aborted_in"])
-    assert_nothing_is_held(engine, server)
 
 
 def check_ids_used_again(

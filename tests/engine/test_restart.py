@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_persist.demo.engine import EngineProcess
 from lmcache_persist.demo.model import make_prompt
-from support.engines import OWN_PROCESS, Starter, ask, ask_uncached, assert_same, warm_up
+from support.engines import (
+    OWN_PROCESS,
+    Starter,
+    Stored,
+    ask,
+    ask_uncached,
+    assert_same,
+    check_failed_load,
+    starting,
+    store_cold,
+    warm_up,
+)
 
 PROMPTS = {
     # name: (prompt, cached tokens once it is stored)
@@ -22,40 +29,14 @@ PROMPTS = {
 LONG = PROMPTS["1500 tokens"][0]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A data dir whose server and engine were killed, and what plain vLLM says."""
-
-    data_dir: Path
-    expected: dict[str, dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
-    """All prompts run cold by an engine with the cache, flushed; everything SIGKILLed."""
+def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """All prompts run cold, and everything killed."""
     folder = tmp_path_factory.mktemp("restart")
-    starter = Starter(model, folder)
-    try:
-        server = starter.server(folder / "data")
-        engine = starter.engine(server)
-        plain = starter.engine(None)
-        engine.wait_ready()
-        plain.wait_ready()
-        for one in (engine, plain):
-            warm_up(one)
-        expected = {name: ask(plain, prompt) for name, (prompt, _) in PROMPTS.items()}
-        plain.kill()
-        for name, (prompt, _) in PROMPTS.items():
-            result = ask(engine, prompt)
-            assert result["cached_tokens"] == 0
-            assert_same(result, expected[name])
-        server.flush()
-        assert server.inspect()["binding"]["chunk_size"] == 544
-        server.kill()
-        engine.kill()
-        yield Stored(folder / "data", expected)
-    finally:
-        starter.kill_all()
+    with starting(model, folder) as starter:
+        made = store_cold(starter, folder / "data", PROMPTS)
+    assert made.found["binding"]["chunk_size"] == 544
+    return made
 
 
 def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: Starter) -> None:
@@ -75,7 +56,7 @@ def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: S
     again = ask(engine, LONG)
     assert again["cached_tokens"] == 1088
     assert engine.call("counters")["load_memory_chunks"] == 2
-    check_failed_load(engine, stored.expected["1500 tokens"])
+    check_failed_load(engine, LONG, 1088, stored.expected["1500 tokens"])
     # What is known is not offered a second time; a salt is a world of its own.
     assert server.inspect()["store"]["objects"] == 6
     salted = ask(engine, LONG, cache_salt="tenant")
@@ -83,21 +64,6 @@ def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: S
     assert_same(salted, stored.expected["1500 tokens"])
     assert engine.call("reset_prefix_cache")
     assert ask(engine, LONG, cache_salt="tenant")["cached_tokens"] == 1088
-
-
-def check_failed_load(engine: EngineProcess, expected: dict[str, Any]) -> None:
-    """A load that fails after all costs a prefill, once, and no request."""
-    assert engine.call("reset_prefix_cache")
-    engine.call("break_loads", broken=True)
-    failed = ask(engine, LONG)
-    assert failed["cached_tokens"] == 0
-    assert_same(failed, expected)
-    assert engine.call("counters")["loads_failed"] == 1
-    engine.call("break_loads", broken=False)
-    assert engine.call("reset_prefix_cache")
-    again = ask(engine, LONG)
-    assert again["cached_tokens"] == 1088
-    assert_same(again, expected)
 
 
 def test_engine_core_in_its_own_process(stored: Stored, start: Starter) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from lmcache_persist.demo import engine_child
 
+TOP = 5
+"""Most likely tokens that are told of each step of a driven request."""
+
 
 class TestEngine(engine_child.Engine):
     """An in-process engine that is looked into."""
@@ -22,6 +25,7 @@ class TestEngine(engine_child.Engine):
         "groups_of_kind",
         "held",
         "reset_all",
+        "stale_loads",
     )
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -49,6 +53,13 @@ class TestEngine(engine_child.Engine):
             return super().generate(prompts, max_tokens, **request)
         finally:
             self._llm.generate = plain
+
+    @staticmethod
+    def _describe(output: Any) -> dict[str, Any]:
+        """The demo's, and the logprobs of each step's most likely tokens."""
+        steps = output.outputs[0].logprobs or []
+        top = [{str(token): one.logprob for token, one in step.items()} for step in steps]
+        return {**engine_child.Engine._describe(output), "top": top}
 
     def _count_preemptions(self, scheduler: Any) -> None:
         preempt = scheduler._preempt_request
@@ -117,7 +128,7 @@ class TestEngine(engine_child.Engine):
 
         params = SamplingParams(
             temperature=0.0,
-            logprobs=1,
+            logprobs=TOP,
             max_tokens=one["max_tokens"],
             detokenize=False,
             ignore_eos=True,
@@ -150,14 +161,11 @@ class TestEngine(engine_child.Engine):
 
     def blank_loads(self, groups: list[int]) -> None:
         """Have an in-process worker load zeros into these groups, as a defect would."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        _falsify_loads(groups, _scatter_zeros)
 
-        for index, pages in enumerate(get_kv_transfer_group()._worker._pages):
-            if pages is None:
-                continue
-            vars(pages).pop("scatter", None)
-            if index in groups:
-                pages.scatter = _scatter_zeros(pages.scatter)
+    def stale_loads(self, groups: list[int]) -> None:
+        """Have these groups always get what the next load to come brings, as a mix-up would."""
+        _falsify_loads(groups, _scatter_the_first)
 
     def groups_of_kind(self, kind: str) -> list[int]:
         """Indexes of an in-process worker's groups of a kind."""
@@ -179,11 +187,36 @@ def _break_loads(_: object, rank: int, broken: bool) -> None:
         vars(connector._client).pop("pool", None)
 
 
-def _scatter_zeros(scatter: Callable[..., int]) -> Callable[..., int]:
+_Scatter = Callable[..., int]
+
+
+def _falsify_loads(groups: list[int], falsify: Callable[[_Scatter], _Scatter]) -> None:
+    """Replace the scattering of these groups; the others load what they should."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for index, pages in enumerate(get_kv_transfer_group()._worker._pages):
+        if pages is None:
+            continue
+        vars(pages).pop("scatter", None)
+        if index in groups:
+            pages.scatter = falsify(pages.scatter)
+
+
+def _scatter_zeros(scatter: _Scatter) -> _Scatter:
     def blank(blocks: Sequence[int], slot: memoryview, **options: Any) -> int:
         return scatter(blocks, memoryview(bytearray(slot.nbytes)), **options)
 
     return blank
+
+
+def _scatter_the_first(scatter: _Scatter) -> _Scatter:
+    first: list[bytes] = []
+
+    def stale(blocks: Sequence[int], slot: memoryview, **options: Any) -> int:
+        first.append(bytes(slot))
+        return scatter(blocks, memoryview(bytearray(first[0])), **options)
+
+    return stale
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,83 @@ def ask_uncached(engine: EngineProcess, prompt: list[int]) -> dict[str, Any]:
     return result
 
 
+def assert_right(engine: EngineProcess, prompt: list[int], cached_tokens: int) -> None:
+    """A hit of so many tokens, and the tokens of the same engine that reads no cache."""
+    assert engine.call("reset_prefix_cache")
+    result = ask(engine, prompt)
+    assert (len(prompt), result["cached_tokens"]) == (len(prompt), cached_tokens)
+    assert_same(result, ask_uncached(engine, prompt))
+
+
+@contextmanager
+def starting(model: Path, folder: Path) -> Iterator[Starter]:
+    """A starter whose processes end with the block."""
+    starter = Starter(model, folder)
+    try:
+        yield starter
+    finally:
+        starter.kill_all()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A data dir whose server and engine were killed, and what plain vLLM says.
+
+    Attributes:
+        data_dir: the server's.
+        expected: answers of plain vLLM, by name of the prompt.
+        found: what ``inspect`` said before the end.
+    """
+
+    data_dir: Path
+    expected: dict[Any, dict[str, Any]]
+    found: dict[str, Any]
+
+
+def store_cold(
+    starter: Starter, data_dir: Path, prompts: Mapping[Any, tuple[list[int], int]], **options: Any
+) -> Stored:
+    """All prompts run cold by an engine with the cache, flushed; everything SIGKILLed.
+
+    Args:
+        starter: starts what it takes.
+        data_dir: for the server.
+        prompts: by name; a prompt, and what is cached of it later.
+        options: of both engines.
+    """
+    server = starter.server(data_dir)
+    engine, plain = starter.engine(server, **options), starter.engine(None, **options)
+    for one in (engine, plain):
+        one.wait_ready()
+    for one in (engine, plain):
+        warm_up(one)
+    expected = {name: ask(plain, prompt) for name, (prompt, _) in prompts.items()}
+    plain.kill()
+    for name, (prompt, _) in prompts.items():
+        result = ask(engine, prompt)
+        assert (name, result["cached_tokens"]) == (name, 0)
+        assert_same(result, expected[name])
+    server.flush()
+    found = server.inspect()
+    server.kill()
+    engine.kill()
+    return Stored(data_dir, expected, found)
+
+
+def check_failed_load(
+    engine: EngineProcess, prompt: list[int], cached_tokens: int, expected: dict[str, Any]
+) -> None:
+    """A load that fails after all costs a prefill, once, and no request; the next one hits."""
+    failed = engine.call("counters").get("loads_failed", 0)
+    for broken in (True, False):
+        assert engine.call("reset_prefix_cache")
+        engine.call("break_loads", broken=broken)
+        result = ask(engine, prompt)
+        assert (broken, result["cached_tokens"]) == (broken, 0 if broken else cached_tokens)
+        assert_same(result, expected)
+        assert engine.call("counters")["loads_failed"] == failed + 1
+
+
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """Tokens equal, logprobs close."""
     assert result["finish_reason"] == "length"
@@ -123,3 +203,28 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     ]
     assert len(differences) == 8
     assert max(differences) < LOGPROB_TOLERANCE
+
+
+def assert_close(result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> int:
+    """Equal but for near ties: distributions are close, up to the first one that went otherwise.
+
+    For engines whose own tokens depend on how a prompt is cut into steps.
+
+    Args:
+        result: of a request.
+        expected: of the same prompt, computed in other steps.
+        tolerance: of the logprobs of the tokens that either run chose.
+
+    Returns:
+        How many tokens are equal.
+    """
+    assert result["finish_reason"] == "length"
+    pairs = zip(result["tokens"], expected["tokens"], strict=True)
+    for at, (ours, theirs) in enumerate(pairs):
+        found, wanted = result["top"][at], expected["top"][at]
+        for token in {str(ours), str(theirs)}:
+            assert token in found and token in wanted, (at, token, found, wanted)
+            assert abs(found[token] - wanted[token]) < tolerance, (at, token, found, wanted)
+        if ours != theirs:
+            return at
+    return len(result["tokens"])
