@@ -142,7 +142,10 @@ def run(*, model: str = "llama", block_size: int | None = None, json_output: boo
         Console().print_json(json.dumps({**asdict(outcome), "good": outcome.good}))
     else:
         console.print(_table(outcome))
-        console.print("inspect says:", style="bold")
+        console.print(_summary(outcome))
+        console.print(
+            "inspect says (there is also a prompt that only warmed the engine up):", style="bold"
+        )
         console.print_json(json.dumps(_without_server(outcome.inspect)))
     return 0 if outcome.good else 1
 
@@ -226,6 +229,18 @@ def _table(outcome: Outcome) -> Table:
     equal = [one.tokens == outcome.plain.tokens for one in runs]
     table.add_row("same tokens", "-", *("yes" if same else "NO" for same in equal[1:]))
     return table
+
+
+def _summary(outcome: Outcome) -> str:
+    """The table in a sentence."""
+    warm, size = outcome.warm, outcome.chunk_size
+    if not outcome.good:
+        return "This is not what it should be: see the table."
+    left = outcome.prompt_tokens - warm.cached_tokens
+    return (
+        f"After the kill {warm.cached_tokens} tokens, {warm.cached_tokens // size} chunks of"
+        f" {size}, came from {warm.tier}. The other {left} are no whole chunk and were computed."
+    )
 
 
 def _without_server(found: dict[str, Any]) -> dict[str, Any]:

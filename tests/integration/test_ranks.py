@@ -175,3 +175,30 @@ def test_quiet_ranks_stay_and_lost_ones_are_missed(server: ServerProcess) -> Non
     finally:
         for rank in ranks:
             rank.client.close()
+
+
+def test_pipeline_stages_are_ranks_of_other_layers(server: ServerProcess) -> None:
+    """Objects of a rank's own size, tiny where it has no layer; other cuts share nothing."""
+    groups = (STATE, Group(GroupKind.FULL, 256, 256))
+    stages = ((5000, 16), (700, 9000))
+
+    def engine(name: str, stage_bytes: Sequence[Sequence[int]]) -> EmulatedEngine:
+        return EmulatedEngine(
+            server.url,
+            groups,
+            world_size=2,
+            name=name,
+            options=PATIENT,
+            stage_bytes=stage_bytes,
+        ).join()
+
+    with engine("first", stages) as first:
+        long = prompt(first, 1, CHUNKS)
+        assert first.store(long) == CHUNKS
+        first.client.flush(20)
+    server.kill()
+    server.start()
+    with engine("again", stages) as again:
+        assert hit(again, long) == CHUNKS
+    with engine("cut elsewhere", stages[::-1]) as other:
+        assert hit(other, long) == 0

@@ -52,6 +52,7 @@ class EmulatedEngine:
         url: the server's.
         sizes: tokens_per_block of each group, 0 for scratch; or whole groups.
         object_bytes: per cacheable group and rank.
+        stage_bytes: instead, per rank a list per group: pipeline stages of other layers.
         world_size: ranks.
         changes: to the identity.
     """
@@ -63,6 +64,7 @@ class EmulatedEngine:
     name: str = "engine-0"
     changes: dict[str, Any] = field(default_factory=dict)
     options: ClientOptions = field(default_factory=ClientOptions)
+    stage_bytes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         self.groups = tuple(
@@ -95,11 +97,17 @@ class EmulatedEngine:
                 identity=identity(**self.changes),
                 layout={"rank": rank, "bytes": self.object_bytes},
                 groups=self.groups,
-                object_bytes=[self.object_bytes if g.cacheable else 0 for g in self.groups],
+                object_bytes=[
+                    self._bytes_of(rank, index) if group.cacheable else 0
+                    for index, group in enumerate(self.groups)
+                ],
             ),
             timeout_s=TIMEOUT_S,
         )
         return reply.fingerprint
+
+    def _bytes_of(self, rank: int, group: int) -> int:
+        return self.object_bytes if self.stage_bytes is None else self.stage_bytes[rank][group]
 
     @property
     def chunk_size(self) -> int:
@@ -156,8 +164,8 @@ class EmulatedEngine:
             chunk_hash, mask = wanted[grant.index]
             members = [index for index in range(len(self.groups)) if mask >> index & 1]
             for group, offset in zip(members, grant.offsets, strict=True):
-                view = pool.view(offset, self.object_bytes)
-                view[:] = pattern(chunk_hash, group, rank, self.object_bytes)
+                view = pool.view(offset, self._bytes_of(rank, group))
+                view[:] = pattern(chunk_hash, group, rank, len(view))
         numbers = [grant.reservation for grant in reply.grants]
         if numbers:
             committed = self.client.commit(numbers).result(TIMEOUT_S)

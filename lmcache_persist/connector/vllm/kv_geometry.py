@@ -25,14 +25,14 @@ from vllm.v1.kv_cache_interface import (
 from lmcache_persist.errors import UnsupportedGroup
 from lmcache_persist.geometry import Group, GroupKind, check_groups
 
-# Exact types, no isinstance: a subclass exists because it behaves differently.
-_KINDS: dict[type[KVCacheSpec], GroupKind] = {
+SERVED: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
     SlidingWindowSpec: GroupKind.SLIDING,
     SlidingWindowMLASpec: GroupKind.SLIDING,
     MambaSpec: GroupKind.RECURRENT,
 }
+"""What each spec keeps. Exact types: a subclass exists because it behaves differently."""
 
 _SCRATCH = Group(GroupKind.SCRATCH, 0)
 
@@ -137,11 +137,11 @@ def _specs_of(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def _read_spec(index: int, spec: KVCacheSpec, dcp_size: int) -> Group:
-    kind = _KINDS.get(type(spec))
+    kind = SERVED.get(type(spec))
     if kind is None:
         raise UnsupportedGroup(
             f"group {index} has spec {type(spec).__name__}, expected one of"
-            f" {', '.join(sorted(known.__name__ for known in _KINDS))}",
+            f" {', '.join(sorted(known.__name__ for known in SERVED))}",
             hint="this version cannot cache such a model; run it without this connector",
             group=index,
         )

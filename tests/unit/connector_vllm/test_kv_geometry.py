@@ -1,6 +1,8 @@
 """From vLLM's KV cache config to groups and layouts."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_persist.connector.vllm import layouts
 from lmcache_persist.connector.vllm.kv_geometry import (
+    SERVED,
     is_checkpoint,
     read_groups,
     scheduling_block_size,
@@ -197,6 +200,21 @@ def test_what_is_not_served_is_refused_by_name(spec: KVCacheSpec, words: str) ->
     with pytest.raises(UnsupportedGroup, match=words) as caught:
         read_groups(config(full(), spec), 1)
     assert "without this connector" in str(caught.value)
+
+
+def test_served_specs_are_the_documented_ones() -> None:
+    """The table in docs/vllm.md has each spec that is served with its kind, and no other."""
+    text = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    table = text.partition("## Which KV cache specs are served")[2].partition("\n## ")[0]
+    documented: dict[str, str] = {}
+    for row in table.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if len(cells) == 4 and cells[1] in list(GroupKind):
+            documented.update(dict.fromkeys(re.findall(r"`(\w+Spec)`", cells[0]), cells[1]))
+    assert documented == {spec.__name__: kind.value for spec, kind in SERVED.items()}
+    for refused in ("ChunkedLocalAttentionSpec", "SinkFullAttentionSpec"):
+        assert f"`{refused}`" in table
+        assert refused not in documented
 
 
 def test_draft_layers_are_refused() -> None:

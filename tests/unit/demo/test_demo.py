@@ -9,7 +9,7 @@ import pytest
 from lmcache_persist.demo import run
 from lmcache_persist.demo.engine import EngineFailed, EngineProcess
 from lmcache_persist.demo.model import VOCABULARY, make_prompt
-from lmcache_persist.demo.run import Outcome, Run
+from lmcache_persist.demo.run import Outcome, Run, _summary
 from lmcache_persist.errors import ConfigError
 
 
@@ -54,7 +54,9 @@ def test_demo_is_good_only_if_it_restored_the_right_thing(
     plain = Run([1, 2], 0, 0.1, {})
     cold = Run([1, 2], cold_cached, 0.1, {})
     warm = Run(warm_tokens, warm_cached, 0.1, {"load_disk_chunks": 2})
-    assert Outcome(544, 1500, plain, cold, warm, {}).good is good
+    outcome = Outcome(544, 1500, plain, cold, warm, {})
+    assert outcome.good is good
+    assert (_summary(outcome).startswith("After the kill 1088 tokens, 2 chunks of 544,")) is good
     assert (plain.tier, warm.tier) == ("-", "disk")
 
 
