@@ -93,6 +93,11 @@ class CacheClient(WaitingCalls):
         return self._session.link is None
 
     @property
+    def connections(self) -> int:
+        """How often a server was connected: one more than there were reconnects."""
+        return self._session.connections
+
+    @property
     def boot_id(self) -> str | None:
         """The server's, None without one."""
         link = self._session.link

@@ -81,6 +81,11 @@ class Session:
         """Whether the caller runs on the I/O thread."""
         return self._transport.on_io_thread()
 
+    @property
+    def connections(self) -> int:
+        """How often it went up."""
+        return self._generation
+
     def wait_link(self, timeout_s: float) -> Link:
         """Wait until up.
 

@@ -35,7 +35,9 @@ class FakeHandle:
         self.hashes, self.num_tokens = hashes, num_tokens
         self.result: LookupResult | None = None
         self.releases = 0
+        self.loaded_tokens = 0
         self.waits: list[float] = []
+        self.again = False
 
     def poll(self) -> LookupResult | None:
         return self.result
@@ -44,8 +46,9 @@ class FakeHandle:
         self.waits.append(timeout_s)
         return self.result
 
-    def release(self) -> None:
+    def release(self, *, loaded_tokens: int = 0) -> None:
         self.releases += 1
+        self.loaded_tokens = loaded_tokens
 
 
 class FakeClient:
@@ -64,8 +67,11 @@ class FakeClient:
         self.listeners: list[Any] = []
         self.pools: dict[str, Any] = {}
 
-    def lookup(self, *, engine: str, hashes: list[bytes], num_tokens: int) -> FakeHandle:
+    def lookup(
+        self, *, engine: str, hashes: list[bytes], num_tokens: int, again: bool = False
+    ) -> FakeHandle:
         self.handles.append(FakeHandle(hashes, num_tokens))
+        self.handles[-1].again = again
         return self.handles[-1]
 
     def reserve(self, **fields: Any) -> Future[Reserved]:

@@ -31,6 +31,7 @@ from lmcache_persist.connector.vllm.kv_geometry import (
 )
 from lmcache_persist.connector.vllm.media import Items
 from lmcache_persist.connector.vllm.metadata import StepMetadata
+from lmcache_persist.connector.vllm.metrics import PersistPromMetrics, PersistStats, Reporter
 from lmcache_persist.connector.vllm.model_identity import check_identifiable
 from lmcache_persist.connector.vllm.requests import Requests
 from lmcache_persist.connector.vllm.scheduler_side import SchedulerSide
@@ -85,6 +86,7 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._counters = Counters()
+        self._reporter = Reporter(scheduler=role == KVConnectorRole.SCHEDULER)
         settings = ConnectorSettings.from_extra_config(
             self._kv_transfer_config.kv_connector_extra_config
         )
@@ -141,6 +143,30 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
     def counters(self) -> dict[str, int]:
         """What happened so far in this role."""
         return self._counters.snapshot()
+
+    @_in_service(_nothing)
+    def get_kv_connector_stats(self) -> PersistStats | None:
+        """What happened in this role since the last step."""
+        counts = self._counters.snapshot()
+        counts["reconnects"] = max(0, self._client.connections - 1)
+        levels = {"breaker_open": int(self._client.breaker_open)}
+        return self._reporter.report(counts, self._counters.take_times(), levels)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PersistStats:
+        """A report as it arrived in vLLM's logger."""
+        return PersistStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PersistPromMetrics:
+        """The reports' metrics in vLLM's registry."""
+        return PersistPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -15,14 +15,19 @@ LOG_INTERVAL_S = 30.0
 logger = init_logger("vllm.lmcache_persist")
 
 
+MAX_TIMES = 1024
+"""Times of one name that are kept until they are taken; later ones are passed over."""
+
+
 class Counters:
-    """Counts by name; incidents are also logged, at most once per interval and name.
+    """Counts and times by name; incidents are also logged, once per interval and name at most.
 
     Threads: any.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._times: dict[str, list[float]] = {}
         self._logged_at: dict[str, float] = {}
         self._guard = threading.Lock()
 
@@ -30,6 +35,19 @@ class Counters:
         """Count something that is in order."""
         with self._guard:
             self._counts[name] += amount
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Note how long something took."""
+        with self._guard:
+            found = self._times.setdefault(name, [])
+            if len(found) < MAX_TIMES:
+                found.append(seconds)
+
+    def take_times(self) -> dict[str, list[float]]:
+        """The times since this was called last."""
+        with self._guard:
+            times, self._times = self._times, {}
+        return times
 
     def incident(self, name: str, error: object) -> None:
         """Count something that cost a hit, and say so unless it was said a moment ago."""

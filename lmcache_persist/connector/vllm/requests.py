@@ -100,6 +100,8 @@ class TrackedRequest:
         asked: whether there was a lookup since the request was last admitted from zero.
         preemptions: of the request when that lookup started.
         may_load: False once a load failed, lest it loop for ever.
+        counted: whether metrics have this prompt as looked up.
+        hit_counted: whether they have what was found.
     """
 
     request: Any
@@ -113,6 +115,8 @@ class TrackedRequest:
     asked: bool = False
     preemptions: int = 0
     may_load: bool = True
+    counted: bool = False
+    hit_counted: bool = False
 
     def drop_lookup(self) -> None:
         """Release the lookup, decided or not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.connector import CacheClient, LookupHandle, LookupResult
@@ -31,6 +31,17 @@ IDLE_WAIT_S = 0.003
 
 NAMESPACE_BYTES = 32
 """Random bytes that tell a private namespace from all others."""
+
+
+class _Load(NamedTuple):
+    """A load under way: its lease, and how many tokens it brings."""
+
+    handle: LookupHandle | None
+    result: LookupResult | None
+    tokens: int
+
+
+_NO_LOAD = _Load(None, None, 0)
 
 
 class SchedulerSide:
@@ -69,7 +80,7 @@ class SchedulerSide:
         self._binding: Binding | None = None
         self._hasher: ChunkHasher | None = None
         self._tracked: dict[str, TrackedRequest] = {}
-        self._loading: dict[str, tuple[LookupHandle | None, LookupResult | None]] = {}
+        self._loading: dict[str, _Load] = {}
         self._new_loads: list[LoadJob] = []
         self._stopped = ""
         # Empty until the first reset: hashes that all engines of this identity share.
@@ -174,11 +185,14 @@ class SchedulerSide:
         tracked.asked, tracked.preemptions = True, request.num_preemptions
         if not self._hash(tracked, hasher, num_chunks):
             return
-        self._counters.add("lookups")
+        again, tracked.counted = tracked.counted, True
+        self._counters.add("lookups_repeated" if again else "lookups")
+        self._counters.add("lookup_tokens", 0 if again else request.num_tokens)
         tracked.lookup = self._client.lookup(
             engine=self._engine_id,
             hashes=[bytes(one) for one in tracked.hashes[:num_chunks]],
             num_tokens=request.num_tokens,
+            again=again,
         )
 
     def _hash(self, tracked: TrackedRequest, hasher: ChunkHasher, num_chunks: int) -> bool:
@@ -227,6 +241,9 @@ class SchedulerSide:
                 "lookups_failed", f"a prefix of {prefix} tokens was never asked for"
             )
             prefix = 0
+        if not tracked.hit_counted:
+            tracked.hit_counted = True
+            self._counters.add("hit_tokens", prefix)
         if prefix == 0:
             tracked.drop_lookup()
 
@@ -246,7 +263,7 @@ class SchedulerSide:
             self._skip_known_chunks(tracked)
             tracked.lookup = tracked.result = None
         # From here on the lease is the load's, until every rank has reported.
-        self._loading[request_id] = (handle, result)
+        self._loading[request_id] = _Load(handle, result, num_external_tokens)
         try:
             job = self._plan_load(request_id, tracked, result, blocks, num_external_tokens)
         except Exception as error:  # noqa: BLE001 - the engine waits for a report, come what may
@@ -305,7 +322,7 @@ class SchedulerSide:
 
     def hit_sources(self, request_id: str, num_external_tokens: int) -> tuple[int, int]:
         """Of a load's tokens, how many came from memory and how many from disk."""
-        _, result = self._loading.get(request_id, (None, None))
+        result = self._loading.get(request_id, _NO_LOAD).result
         if result is None or self._binding is None:
             return num_external_tokens, 0
         from_disk = min(num_external_tokens, result.disk_chunks * self._binding.chunk_size)
@@ -314,10 +331,12 @@ class SchedulerSide:
     def loads_finished(self, finished: set[str], failed: set[str]) -> None:
         """Every rank has reported these loads: their slots may go."""
         for request_id in finished:
-            handle, _ = self._loading.pop(request_id, (None, None))
-            if handle is not None:
-                handle.release()
+            load = self._loading.pop(request_id, _NO_LOAD)
+            loaded_tokens = 0 if request_id in failed else load.tokens
+            if load.handle is not None:
+                load.handle.release(loaded_tokens=loaded_tokens)
             self._counters.add("loads_failed" if request_id in failed else "loads")
+            self._counters.add("loaded_tokens", loaded_tokens)
         for request_id in failed:
             tracked = self._tracked.get(request_id)
             if tracked is not None:

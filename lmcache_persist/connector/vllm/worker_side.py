@@ -7,6 +7,7 @@ registration after a rebind has a thread of its own.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -229,13 +230,14 @@ class WorkerSide:
         numbers = [grant.reservation for grant in reserved.grants]
         if not numbers:
             return
+        begin_s, nbytes = time.monotonic(), 0
         try:
             pool = self._client.pool(reserved.boot)
             if pool is None:
                 raise LeaseError(f"pool of boot {reserved.boot} is not mapped")
             with pool.pin():
                 for grant in reserved.grants:
-                    self._gather(jobs[grant.index], grant, pool)
+                    nbytes += self._gather(jobs[grant.index], grant, pool)
         except Exception as error:  # noqa: BLE001 - slots go back, whatever went wrong
             self._client.give_back(numbers)
             self._counters.incident("chunks_dropped_gather", repr(error))
@@ -243,8 +245,12 @@ class WorkerSide:
         # A commit that fails is a later miss, and the client knows about it.
         self._client.commit(numbers)
         self._counters.add("chunks_stored", len(numbers))
+        self._counters.add("stored_bytes", nbytes)
+        self._counters.observe("store_seconds", time.monotonic() - begin_s)
 
-    def _gather(self, job: StoreJob, grant: Grant, pool: PoolMap) -> None:
+    def _gather(self, job: StoreJob, grant: Grant, pool: PoolMap) -> int:
+        """Returns the bytes that were written."""
+        nbytes = 0
         members = [index for index in range(len(self._groups)) if job.mask >> index & 1]
         for group, offset in zip(members, grant.offsets, strict=True):
             pages, ids = self._pages[group], job.block_ids[group]
@@ -254,8 +260,10 @@ class WorkerSide:
                     slot[:] = bytes(len(slot))
                 else:
                     pages.gather(ids, slot)
+                nbytes += slot.nbytes
             finally:
                 slot.release()
+        return nbytes
 
     def _object_bytes(self, group: int, num_blocks: int) -> int:
         """Bytes of an object of that many blocks of a cacheable group."""
@@ -286,28 +294,35 @@ class WorkerSide:
         """Scatter the slots of all loads into their blocks. Each is reported, come what may."""
         jobs, self._loads = self._loads, []
         for job in jobs:
+            begin_s = time.monotonic()
             try:
-                self._load(job)
+                nbytes = self._load(job)
                 self._counters.add("loads")
+                self._counters.add("loaded_bytes", nbytes)
+                self._counters.observe("load_seconds", time.monotonic() - begin_s)
             except Exception as error:  # noqa: BLE001 - the engine waits for a report
                 self._failed.add(job.request_id)
                 self._counters.incident("loads_failed", error)
             self._finished.add(job.request_id)
 
-    def _load(self, job: LoadJob) -> None:
+    def _load(self, job: LoadJob) -> int:
         if job.broken:
             raise LeaseError(f"load of {job.request_id} was not possible: {job.broken}")
         pool = self._client.pool(job.boot_id)
         if pool is None:
             raise LeaseError(f"pool of boot {job.boot_id} is not mapped")
+        nbytes = 0
         with pool.pin():
             for index, (group, pages) in enumerate(zip(self._groups, self._pages, strict=True)):
                 if pages is not None:
-                    self._load_group(job, index, group, pages, pool)
+                    nbytes += self._load_group(job, index, group, pages, pool)
+        return nbytes
 
     def _load_group(
         self, job: LoadJob, index: int, group: Group, pages: PageSet, pool: PoolMap
-    ) -> None:
+    ) -> int:
+        """Returns the bytes of the slots that were read."""
+        nbytes = 0
         slots = self._slots_by_chunk(job, index)
         ids, first = job.block_ids[index], job.first_blocks[index]
         per_chunk = job.chunk_size // group.tokens_per_block
@@ -327,6 +342,8 @@ class WorkerSide:
                 pages.scatter(blocks, slot, skip_blocks=max(0, held), null_block=job.null_block_id)
             finally:
                 slot.release()
+            nbytes += object_bytes
+        return nbytes
 
     def _slots_by_chunk(self, job: LoadJob, group: int) -> dict[int, tuple[int, int]]:
         """Offset and size of this rank's slots by chunk."""

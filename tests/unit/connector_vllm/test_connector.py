@@ -63,6 +63,7 @@ def broken() -> PersistConnector:
         ("request_finished", (REQUEST, []), (False, None)),
         ("request_finished_all_groups", (REQUEST, ([],)), (False, None)),
         ("reset_cache", (), False),
+        ("get_kv_connector_stats", (), None),
     ],
 )
 def test_nothing_raises_in_service(
