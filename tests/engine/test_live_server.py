@@ -44,6 +44,7 @@ def test_server_restarts_beside_a_live_engine(
         result = ask(engine, prompt)
         assert result["cached_tokens"] == cached_tokens
         assert_same(result, expected)
+    check_metrics(engine, server)
     assert engine.call("reset_prefix_cache")
     assert_same(ask_uncached(engine, PROMPTS[0][0]), cold[0])
 
@@ -54,6 +55,22 @@ def test_server_restarts_beside_a_live_engine(
     server = start.server(tmp_path / "data", *flags, "--chunk-size", "256")
     wait_for_hit(engine, PROMPTS[0][0], 1280)
     check_refusal(start, server, engine)
+
+
+def check_metrics(engine: EngineProcess, server: ServerProcess) -> None:
+    """VLLM's own metrics and the server's agree on what was asked, found and loaded."""
+    shown = engine.call("metrics")
+    asked = sum(len(prompt) for prompt, _ in PROMPTS)
+    found = sum(tokens for _, tokens in PROMPTS)
+    assert shown["vllm:persist_lookups"] == len(PROMPTS)
+    assert shown["vllm:persist_lookup_tokens"] == asked
+    assert shown["vllm:persist_hit_tokens"] == shown["vllm:persist_loaded_tokens"] == found
+    assert shown["vllm:persist_loads"] == len(PROMPTS)
+    assert shown["vllm:persist_breaker_open"] == 0
+    counters = server.inspect()["server"]["counters"]
+    for name in ("lookups", "lookup_tokens", "hit_tokens", "loaded_tokens", "loads"):
+        assert counters[name] == shown["vllm:persist_" + name], name
+    assert counters["loaded_bytes"] == shown["vllm:persist_loaded_bytes"] > 0
 
 
 def check_decode_is_not_stored(engine: EngineProcess) -> None:

@@ -24,6 +24,7 @@ class TestEngine(engine_child.Engine):
         "drive",
         "groups_of_kind",
         "held",
+        "metrics",
         "reset_all",
         "stale_loads",
     )
@@ -149,6 +150,14 @@ class TestEngine(engine_child.Engine):
             "loading": len(scheduler._loading) + len(scheduler._new_loads),
             "reserving": len(worker._asked),
             "reports": len(worker._loads) + len(worker._finished) + len(worker._failed),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """What vLLM's Prometheus registry has of this connector, by name and reason."""
+        return {
+            " ".join(filter(None, (one.name, one.labels.get("reason")))): one.value
+            for one in self._llm.get_metrics()
+            if one.name.startswith("vllm:persist_") and hasattr(one, "value")
         }
 
     def break_loads(self, broken: bool) -> None:

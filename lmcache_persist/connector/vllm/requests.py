@@ -101,7 +101,7 @@ class TrackedRequest:
         preemptions: of the request when that lookup started.
         may_load: False once a load failed, lest it loop for ever.
         counted: whether metrics have this prompt as looked up.
-        hit_counted: whether they have what was found.
+        hit_tokens: of the prompt that they have as found.
     """
 
     request: Any
@@ -116,7 +116,7 @@ class TrackedRequest:
     preemptions: int = 0
     may_load: bool = True
     counted: bool = False
-    hit_counted: bool = False
+    hit_tokens: int = 0
 
     def drop_lookup(self) -> None:
         """Release the lookup, decided or not."""

@@ -241,9 +241,9 @@ class SchedulerSide:
                 "lookups_failed", f"a prefix of {prefix} tokens was never asked for"
             )
             prefix = 0
-        if not tracked.hit_counted:
-            tracked.hit_counted = True
-            self._counters.add("hit_tokens", prefix)
+        # Once per prompt: after a preemption only what is found beyond the first time.
+        self._counters.add("hit_tokens", max(0, prefix - tracked.hit_tokens))
+        tracked.hit_tokens = max(prefix, tracked.hit_tokens)
         if prefix == 0:
             tracked.drop_lookup()
 

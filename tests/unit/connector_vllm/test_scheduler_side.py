@@ -101,6 +101,7 @@ def test_lease_is_kept_until_every_rank_has_reported(side: Side) -> None:
     assert side.client.handles[0].releases == 0
     side.side.loads_finished({"r"}, set())
     assert side.client.handles[0].releases == 1
+    assert side.client.handles[0].loaded_tokens == 24
 
 
 def test_lease_is_released_when_nothing_is_loaded(side: Side) -> None:
@@ -132,6 +133,8 @@ def test_failed_load_is_not_tried_again(side: Side) -> None:
     side.decide(24)
     side.admit(one)
     side.side.loads_finished({"r"}, {"r"})
+    assert side.client.handles[0].loaded_tokens == 0, "a failed load is not loaded"
+    assert side.counters.snapshot()["loaded_tokens"] == 0
     assert side.side.matched_tokens(one, 0) == 0
     assert len(side.client.handles) == 1
     assert side.stores(one, 30) == hashes(one)
@@ -227,6 +230,23 @@ def test_preempted_request_is_looked_up_anew(side: Side) -> None:
     assert len(side.client.handles) == 2
     side.decide(24)
     assert side.side.matched_tokens(one, 0) == 24
+
+
+def test_a_preempted_prompt_counts_once(side: Side) -> None:
+    """Asked once; found once, and what is found beyond that the second time."""
+    one = request()
+    side.side.on_new_request(one)
+    for preemptions, found in enumerate((16, 24, 8)):
+        one.num_preemptions = preemptions
+        side.side.matched_tokens(one, 0)
+        side.decide(found)
+        assert side.admit(one) == found
+        side.side.loads_finished({"r"}, set())
+    counts = side.counters.snapshot()
+    assert [handle.again for handle in side.client.handles] == [False, True, True]
+    assert (counts["lookups"], counts["lookups_repeated"]) == (1, 2)
+    assert (counts["lookup_tokens"], counts["hit_tokens"]) == (one.num_tokens, 24)
+    assert counts["loaded_tokens"] == 16 + 24 + 8
 
 
 def test_another_binding_makes_everything_anew(side: Side) -> None:

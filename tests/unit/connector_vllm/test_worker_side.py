@@ -215,6 +215,8 @@ def test_load_fills_the_blocks(rank: Rank) -> None:
     assert rank.side.take_results() == ({"r"}, set())
     assert rank.side.take_results() == (set(), set())
     assert rank.pool.pins == 0
+    assert rank.counters.snapshot()["loaded_bytes"] == 2 * OBJECT_BYTES
+    assert len(rank.counters.take_times()["load_seconds"]) == 1
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
