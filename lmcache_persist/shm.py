@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,18 @@ def client_is_dead(lock: Path) -> bool:
     return True
 
 
+def _let_server_open(fd: int, folder: Path) -> None:
+    """Let a server that runs as another user look at a client lock.
+
+    With ``--group`` the folder is the group's, and so is the lock. Root, which needs no group
+    to come here, gives the lock to the folder's owner.
+    """
+    found = os.stat(folder)
+    os.fchmod(fd, 0o660 if found.st_mode & stat.S_IWGRP else 0o600)
+    if os.geteuid() == 0:
+        os.fchown(fd, found.st_uid, found.st_gid)
+
+
 class ClientLock:
     """This process's client lock for one pool; taken once, held until the process ends.
 
@@ -114,6 +127,7 @@ class ClientLock:
         try:
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _let_server_open(self._fd, paths.clients)
             os.rename(hidden, path)
         except OSError as error:
             raise LeaseError(

@@ -98,11 +98,8 @@ class Sessions:
                 f" server {protocol.MIN_PROTOCOL_VERSION} to {protocol.PROTOCOL_VERSION}",
                 hint="upgrade the older of the two",
             )
-        if message.lock and self._is_dead(message.lock, unknown=True):
-            raise LeaseError(
-                f"client lock {message.lock} is held by no living process",
-                hint="take the lock in the pool's .clients folder before saying hello with it",
-            )
+        if message.lock:
+            self._check_lock(message.lock)
         session = self._sessions.get(message.session)
         if session is None:
             self._make_room()
@@ -148,17 +145,31 @@ class Sessions:
     def is_alive(self, token: str) -> bool:
         """Whether a session is there and its process has not ended."""
         session = self._sessions.get(token)
-        return session is not None and not (
-            session.lock and self._is_dead(session.lock, unknown=False)
-        )
+        return session is not None and not (session.lock and self._is_dead(session.lock))
 
-    def _is_dead(self, lock: str, *, unknown: bool) -> bool:
-        """Whether a client lock is free; ``unknown`` if that cannot be told."""
+    def _check_lock(self, lock: str) -> None:
+        """Take no lock that the server could not watch. Raises ``LeaseError``."""
+        try:
+            dead = client_is_dead(self._state.pool.paths.client_lock(lock))
+        except OSError as error:
+            raise LeaseError(
+                f"client lock {lock} cannot be looked at by the server: {error.strerror}",
+                hint="run the engine as the server's user, or as a member of the --group that"
+                " the server was started with",
+            ) from error
+        if dead:
+            raise LeaseError(
+                f"client lock {lock} is held by no living process",
+                hint="take the lock in the pool's .clients folder before saying hello with it",
+            )
+
+    def _is_dead(self, lock: str) -> bool:
+        """Whether a client lock is free; not, if that cannot be told."""
         try:
             return client_is_dead(self._state.pool.paths.client_lock(lock))
         except OSError as error:
             log.warning("client lock %s cannot be looked at: %s", lock, error.strerror)
-            return unknown
+            return False
 
     def _welcome(self, session: Session, version: int) -> protocol.Welcome:
         from lmcache_persist import __version__
@@ -212,7 +223,7 @@ class Sessions:
                     self.end(session)
                 continue
             if session.lock not in dead_locks:
-                dead_locks[session.lock] = self._is_dead(session.lock, unknown=False)
+                dead_locks[session.lock] = self._is_dead(session.lock)
             if dead_locks[session.lock]:
                 log.info("client %s (%s) is gone", session.label or session.token, session.kind)
                 self._state.counters.dead_clients += 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grp
 import itertools
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +260,59 @@ def test_a_pool_of_a_server_in_another_pid_namespace_stays(
         second.start()
         assert len(list(shared.glob("*.pool"))) == 2
         assert one.call("lookup", 1, 4) == 4
+
+
+def as_user(number: int, *groups: int) -> list[str]:
+    """A command prefix that starts a process as another user."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("becoming another user takes root and setpriv")
+    ids = [f"--reuid={number}", f"--regid={number}"]
+    more = [f"--groups={','.join(map(str, groups))}"] if groups else ["--clear-groups"]
+    prefix = ["setpriv", *ids, *more]
+    if subprocess.run([*prefix, sys.executable, "-c", "import lmcache_persist.errors"]).returncode:
+        pytest.skip("other users cannot read this checkout")
+    return prefix
+
+
+@pytest.fixture
+def service(make_server: Callable[..., ServerProcess], root: Path) -> ServerProcess:
+    """A server that runs as a user of its own, with a group for its engines."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid)
+    root.chmod(0o755)
+    server = make_server("--group", group.gr_name)
+    server.pool_dir.chmod(0o1777)
+    server.data_dir.mkdir()
+    os.chown(server.data_dir, 20001, 20001)
+    server.command = [*as_user(20001, group.gr_gid), *server.command]
+    return server.start()
+
+
+@pytest.mark.parametrize("user", ["a member of the group", "root"])
+def test_an_engine_of_another_user_is_served_and_watched(service: ServerProcess, user: str) -> None:
+    """A server that is not root serves a member of --group, and root, and sees them die."""
+    gid = service.data_dir.stat().st_gid
+    client = ClientProcess(service.url, as_user(20002, gid) if user != "root" else [])
+    try:
+        client.call("join", "engine", OBJECT)
+        assert client.call("store", 1, 3) == 3
+        assert client.call("lookup", 1, 3) == 3
+        assert len(locks(service)) == 1
+    finally:
+        client.kill()
+    wait_until(lambda: not locks(service), "the dead client's lock is removed")
+    assert "cannot be looked at" not in service.log()
+
+
+def test_an_engine_of_a_user_outside_the_group_cannot_connect(service: ServerProcess) -> None:
+    """The socket is the owner's and the group's."""
+    verb = ["flush", "--server", service.url, "--timeout", "0.5"]
+    done = subprocess.run(
+        [*as_user(20003), sys.executable, "-m", "lmcache_persist.cli", *verb],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 4, done.stderr
 
 
 def test_a_client_without_a_lock_holds_nothing(server: ServerProcess) -> None:
