@@ -6,14 +6,16 @@ when the loop is busy or the disk hangs, and nothing is written anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import sys
 import threading
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import BaseServer, TCPServer
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -27,7 +29,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
-"""Served at once; more are closed at once, so that nobody makes threads without end."""
+"""Open at once, a thread each; one more costs the oldest its own: idle ones keep nobody out."""
+MAX_HEAD_BYTES = 16 << 10
+"""Of a request."""
 JSON = "application/json"
 
 
@@ -87,12 +91,13 @@ def health_answer(word: str, problems: list[Problem]) -> tuple[int, str, bytes]:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 32
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[int, socket.socket] = {}  # the oldest first
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -101,18 +106,20 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "", int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection on a thread, if there are not too many."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Serve a connection on a thread of its own; if there are too many, the oldest goes."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = self._open.pop(next(iter(self._open)))
+                with contextlib.suppress(OSError):  # its thread wakes up and ends
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One connection, to its end."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news; anything else is a defect of ours."""
@@ -122,6 +129,11 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT_S
     server: BaseServer
+
+    def setup(self) -> None:
+        """Bound what is read of a request."""
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
         """Status, content type and body of a page."""
@@ -149,3 +161,32 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Requests are no news."""
         log.debug("http: %s", format % args)
+
+
+class _Stream(Protocol):
+    def readline(self, limit: int = -1, /) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class _Head:
+    """The first bytes of a stream; who reads on is told that it is too long."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+        self._left = MAX_HEAD_BYTES
+
+    def readline(self, limit: int = -1) -> bytes:
+        """A line, or the part of it that is within the limits.
+
+        Raises:
+            LineTooLong: all that may be read has been read; ``http.server`` answers 431.
+        """
+        if not self._left:
+            raise LineTooLong("head")
+        line = self._stream.readline(self._left if limit < 0 else min(limit, self._left))
+        self._left -= len(line)
+        return line
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
