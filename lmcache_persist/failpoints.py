@@ -6,7 +6,9 @@ The variable holds ``name=action`` pairs, separated by commas. Actions:
     SIGKILL to the own process: what a crash at this instruction leaves behind.
 ``error``
     raise ``OSError(EIO)``.
-``kill@N``, ``error@N``
+``pause``, ``pause:FILE``
+    hold the thread until ``FILE`` is there, at most :data:`MAX_PAUSE_S`: a disk that hangs.
+``kill@N``, ``error@N``, ``pause@N``, ``pause:FILE@N``
     the same at the Nth pass only (counted from 1).
 
 Every name that the code passes is listed in :data:`NAMES`; passing or switching on
@@ -19,6 +21,8 @@ import errno
 import os
 import signal
 import threading
+import time
+from dataclasses import dataclass
 
 from lmcache_persist.errors import ConfigError
 
@@ -41,15 +45,31 @@ NAMES: dict[str, str] = {
     "reset.after_mark": "the data dir is marked as being reset, all is still there",
     "reset.after_manifest": "the manifest is removed, the store is still there",
     "reset.after_store": "the store is removed, the mark is still there",
+    "load.before_read": "an object is about to be read from disk",
     "migrate.before_commit": "a schema migration ran, its transaction is not committed",
 }
 """Every failpoint with what holds at it."""
 
 ENV = "LMCACHE_PERSIST_FAILPOINTS"
 
+MAX_PAUSE_S = 60.0
+"""Seconds after which a pause ends by itself."""
+_PAUSE_STEP_S = 0.01
+_VERBS = ("kill", "error", "pause")
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """What a point does: ``until`` is a pause's file, ``nth`` the only pass that counts."""
+
+    verb: str
+    until: str
+    nth: int | None
+
+
 _lock = threading.Lock()
 _passes: dict[str, int] = {}
-_active: dict[str, tuple[str, int | None]] = {}
+_active: dict[str, _Action] = {}
 
 
 def configure(spec: str) -> None:
@@ -58,16 +78,18 @@ def configure(spec: str) -> None:
     Raises:
         ConfigError: a name or an action is unknown.
     """
-    active: dict[str, tuple[str, int | None]] = {}
+    active: dict[str, _Action] = {}
     for item in filter(None, (part.strip() for part in spec.split(","))):
         name, _, action = item.partition("=")
-        verb, _, nth = action.partition("@")
-        if name not in NAMES or verb not in ("kill", "error") or (nth and not nth.isdigit()):
+        done, _, nth = action.partition("@")
+        verb, _, until = done.partition(":")
+        known = name in NAMES and verb in _VERBS and not (until and verb != "pause")
+        if not known or (nth and not nth.isdigit()):
             raise ConfigError(
-                f"failpoint {item!r} is unknown, expected name=kill|error[@N]",
+                f"failpoint {item!r} is unknown, expected name=kill|error|pause[:FILE][@N]",
                 hint=f"names: {', '.join(sorted(NAMES))}",
             )
-        active[name] = (verb, int(nth) if nth else None)
+        active[name] = _Action(verb, until, int(nth) if nth else None)
     with _lock:
         _active.clear()
         _active.update(active)
@@ -86,13 +108,21 @@ def hit(name: str) -> None:
         return
     with _lock:
         _passes[name] = _passes.get(name, 0) + 1
-        verb, nth = _active.get(name, ("", None))
-        fires = bool(verb) and (nth is None or nth == _passes[name])
-    if not fires:
-        return
-    if verb == "kill":
+        action = _active.get(name)
+        if action is None or action.nth not in (None, _passes[name]):
+            return
+    if action.verb == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif action.verb == "pause":
+        _pause(action.until)
+        return
     raise OSError(errno.EIO, f"failpoint {name}")
+
+
+def _pause(until: str) -> None:
+    deadline = time.monotonic() + MAX_PAUSE_S
+    while time.monotonic() < deadline and not (until and os.path.exists(until)):
+        time.sleep(_PAUSE_STEP_S)
 
 
 if os.environ.get(ENV):

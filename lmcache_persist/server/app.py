@@ -61,7 +61,8 @@ def serve(settings: Settings) -> int:
     """Serve a data dir until SIGTERM or SIGINT.
 
     Returns:
-        The exit status: 0 after a clean stop, 1 if committed chunks had to be given up.
+        The exit status: 0 after a clean stop, 1 if committed chunks had to be given up or
+        the store could not be closed in good order.
 
     Raises:
         StartupRefused: what was found, what was expected, what resolves it; nothing on
@@ -240,8 +241,8 @@ class Server:
             self.loop.run()
             clean = True
         finally:
-            drained = self._stop(clean=clean)
-        return 0 if drained else 1
+            closed = self._stop(clean=clean)
+        return 0 if closed else 1
 
     def _record_start(self) -> None:
         """For ``inspect``. On a full disk a server starts without the row: caching goes on."""
@@ -276,6 +277,10 @@ class Server:
             os.chmod(path, 0o600 if gid is None else 0o660)
 
     def _stop(self, *, clean: bool) -> bool:
+        """Take it all down in bounded time; whether the store was closed in good order.
+
+        If the disk hangs, the process ends right here, with exit status 1.
+        """
         state, deadline = self.state, time.monotonic() + self._settings.shutdown_timeout_s
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # it stops already, and that takes bounded time
@@ -284,24 +289,27 @@ class Server:
             self._http.close()
         if state.upstream is not None:
             state.upstream.close()
-        state.readers.shutdown(wait=False, cancel_futures=True)
+        state.end_readers()
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
-        state.end_clerk(max(0.1, deadline - time.monotonic()))
+        recorded = state.end_clerk(max(0.1, deadline - time.monotonic()))
+        closed, hangs = False, not (drained and recorded)
         if not drained:
             log.error("the disk did not take all committed chunks in time; giving them up")
-            self._record_end(clean=False)
-            state.pool.close(remove=True)
-            # The writer hangs in the disk; nothing may close the store under it.
+        elif recorded:
+            try:
+                state.disk.close(max(1.0, deadline - time.monotonic()))
+                closed = True
+            except StoreError as error:
+                # The next start finds no clean mark, and what was durable.
+                log.error("the store is not closed in good order: %s", error)
+                hangs = state.readers_hang()
+        if recorded:
+            self._record_end(clean=clean and closed)
+        state.pool.close(remove=True)
+        if hangs:
+            # A thread hangs in the disk: nothing may be closed under it, nothing waits for it.
             sys.stdout.flush()
             os._exit(1)
-        try:
-            state.disk.close()
-        except StoreError as error:
-            # The next start finds no clean mark, and what was durable.
-            log.error("the store is not closed in good order: %s", error)
-            clean = drained = False
-        self._record_end(clean=clean)
-        state.pool.close(remove=True)
         state.mailbox.close()
         log.info("stopped")
-        return drained
+        return closed

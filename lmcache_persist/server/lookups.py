@@ -43,7 +43,7 @@ _SLOTS_PER_RUN = 5
 class Lookups:
     """All lookups of a server.
 
-    Threads: the loop; reads run on the readers.
+    Threads: the loop; reads run on the readers, searches on the finder.
     """
 
     def __init__(self, state: ServerState, registry: Registry, sessions: Sessions) -> None:
@@ -176,7 +176,7 @@ class Lookups:
                 self._unsearchable.warning(f"disk tier cannot be searched: {error}")
                 self._found(lookup, [], [])
 
-        self._state.run(self._state.readers, lambda: disk.find(unknown), then)
+        self._state.run(self._state.finder, lambda: disk.find(unknown), then)
 
     def _mask_in_pool(self, key: ChunkKey) -> int:
         entry = self._state.memory.get(key)

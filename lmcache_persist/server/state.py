@@ -1,8 +1,9 @@
 """What all parts of a running server share, and how slow work leaves the loop.
 
 Nothing on the loop waits for a disk: manifest work runs on the *clerk* (one thread, so
-that it stays in order), reads of the disk tier on the *readers*, writes on the writer
-thread. Results come back through the mailbox.
+that it stays in order), the disk tier's index is searched by the *finder*, its objects are
+read by the *readers*, writes are the writer thread's. So a disk that hangs below the readers
+delays no lookup that wants nothing of it. Results come back through the mailbox.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 NUM_READERS = 2
 """Threads that read the disk tier; two keep a disk busy, and two cores are the small case."""
+
+_READING = ("finder", "reader")
 
 
 def utc_now() -> str:
@@ -99,8 +103,11 @@ class ServerState:
     clerk: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="clerk")
     )
+    finder: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix=_READING[0])
+    )
     readers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
+        default_factory=lambda: ThreadPoolExecutor(NUM_READERS, thread_name_prefix=_READING[1])
     )
 
     def run(
@@ -114,15 +121,28 @@ class ServerState:
             lambda future: self.mailbox.post(lambda: then(future))
         )
 
-    def end_clerk(self, timeout_s: float) -> None:
+    def end_readers(self) -> None:
+        """Have finder and readers end; what they did not begin is dropped."""
+        for executor in (self.finder, self.readers):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def readers_hang(self) -> bool:
+        """Whether one of them is still at something, a while after :meth:`end_readers`."""
+        return any(thread.name.startswith(_READING) for thread in threading.enumerate())
+
+    def end_clerk(self, timeout_s: float) -> bool:
         """Let the clerk do what it was given, for so long; drop what it did not begin.
 
-        What it is at ends by itself: SQLite waits for a lock for a bounded time only.
+        Returns:
+            Whether it is done; else its thread waits for a lock or hangs in the disk.
         """
         last = self.clerk.submit(lambda: None)
+        done = False
         with contextlib.suppress(TimeoutError):
             last.result(timeout_s)
-        self.clerk.shutdown(wait=True, cancel_futures=True)
+            done = True
+        self.clerk.shutdown(wait=done, cancel_futures=True)
+        return done
 
     @property
     def binding_id(self) -> str:

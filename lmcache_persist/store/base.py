@@ -50,6 +50,12 @@ __all__ = [
 ChunkKey = NewType("ChunkKey", bytes)
 """64 bytes: a model's fingerprint digest (32, raw), then the chunk hash (32)."""
 
+MAX_PENDING_TOUCHES = 1 << 16
+"""Chunks. Older pending touches are forgotten; they only order the eviction."""
+
+READERS_GONE_S = 10.0
+"""Seconds that closing waits for reads in progress, if not told otherwise."""
+
 FINGERPRINT_BYTES = 32
 CHUNK_KEY_BYTES = FINGERPRINT_BYTES + CHUNK_HASH_BYTES
 
@@ -397,5 +403,9 @@ class DiskTier(ABC):
         """What is in the tier, in time independent of the number of chunks. Threads: any."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Mark the shutdown as clean and close; again is allowed. Threads: writer only."""
+    def close(self, timeout_s: float = READERS_GONE_S) -> None:
+        """Mark the shutdown as clean and close; again is allowed. Threads: writer only.
+
+        Args:
+            timeout_s: seconds to wait for reads in progress.
+        """

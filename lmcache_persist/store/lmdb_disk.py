@@ -21,6 +21,8 @@ from lmcache_persist.errors import StoreFull
 from lmcache_persist.store import capacity, data_file, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import (
+    MAX_PENDING_TOUCHES,
+    READERS_GONE_S,
     ChunkKey,
     ChunkRecord,
     ChunkWrite,
@@ -41,17 +43,11 @@ from lmcache_persist.store.lmdb_txn import StoreTxn
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_TOUCHES = 1 << 16
-"""Chunks. Older pending touches are forgotten; they only order the eviction."""
-
 _ATTEMPTS = 6
 """Tries to fit a batch, each after evicting twice as much as the one before."""
 
 _SLOW_READ_S = 1.0
 """Seconds that a write without room waits for reads that keep freed pages."""
-
-_READERS_GONE_S = 10.0
-"""Seconds that closing waits for reads in progress."""
 
 _T = TypeVar("_T")
 
@@ -445,7 +441,7 @@ class LmdbDisk(DiskTier):
         """Numbers that only grow, kept over restarts. Threads: any."""
         return self._reader.counters()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = READERS_GONE_S) -> None:
         """See :meth:`DiskTier.close`.
 
         Raises:
@@ -460,7 +456,7 @@ class LmdbDisk(DiskTier):
             finally:
                 self._closed = True
                 # Unmapping beneath a read is a SIGSEGV, so this waits, or raises.
-                self._reader.close(_READERS_GONE_S)
+                self._reader.close(timeout_s)
                 self._env.close()
             if self.relaxed:
                 data_file.clear_unsynced(self.directory)

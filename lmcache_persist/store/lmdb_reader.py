@@ -14,6 +14,7 @@ from pathlib import Path
 
 import lmdb
 
+from lmcache_persist import failpoints
 from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity, lmdb_open
@@ -148,6 +149,7 @@ class StoreReader:
         view = buffer.cast("B")
         parts = [view[at : at + EXTENT_BYTES] for at in range(0, len(view), EXTENT_BYTES)]
         with self.transaction() as txn:
+            failpoints.hit("load.before_read")
             for index, part in enumerate(parts):
                 key = fmt.extent_key(record.serial, place, index)
                 value = txn.get(key, db=self._dbs.extents)

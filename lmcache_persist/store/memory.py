@@ -26,6 +26,9 @@ from lmcache_persist.store.sequence import CommitSequence
 REST_S = 1.0
 """Seconds that a dead client's reserved slot rests before it is handed out again."""
 
+STORE_SHARE = 0.75
+"""Of the pool, what reserved and not yet written chunks may take: loads find room beside them."""
+
 MAX_DOOMED = 65536
 """Chunks remembered because a rank got no room; of more, the parts wait their time in vain."""
 PARTIAL_S = 10.0
@@ -113,11 +116,13 @@ class Writeable:
         entry: the chunk, pinned until :meth:`MemoryTier.written`.
         mask: bit i set: group i.
         seqs: commits that are settled by this write, and by no earlier one.
+        nbytes: of the pool that its slots take.
     """
 
     entry: Entry
     mask: int
     seqs: tuple[int, ...]
+    nbytes: int
 
 
 class MemoryTier:
@@ -131,6 +136,9 @@ class MemoryTier:
 
     Threads: one (the server's loop). Other threads only use the views handed to them,
     whose entries are pinned meanwhile.
+
+    Attributes:
+        unwritten_bytes: of the pool that committed chunks take until the disk has them.
     """
 
     def __init__(self, pool: Pool, sequence: CommitSequence) -> None:
@@ -147,6 +155,8 @@ class MemoryTier:
         self._reservations: dict[int, Reservation] = {}
         self._numbers = itertools.count(1)
         self._reserved_bytes: dict[str, int] = {}
+        self._reserved_in_all = 0
+        self.unwritten_bytes = 0
         self._resting: deque[tuple[float, int]] = deque()
         self._doomed: dict[ChunkKey, float] = {}
 
@@ -172,7 +182,7 @@ class MemoryTier:
     @property
     def all_reserved_bytes(self) -> int:
         """Bytes that all sessions have reserved. Threads: any."""
-        return sum(list(self._reserved_bytes.values()))
+        return self._reserved_in_all
 
     def reserved_bytes(self, owner: str) -> int:
         """Bytes that a session has reserved."""
@@ -195,8 +205,14 @@ class MemoryTier:
         world_size: int,
         now_s: float,
     ) -> Reservation | None:
-        """Slots for the groups in ``sizes`` (group -> bytes); None if there is no room."""
-        offsets = self.allocate(list(sizes.values()))
+        """Slots for the groups in ``sizes`` (group -> bytes); None if there is no room.
+
+        Nor is there if the disk is behind: what waits for it leaves loads a part of the pool.
+        """
+        wanted = sum(map(slot_bytes, sizes.values()))
+        waiting = self._reserved_in_all + self.unwritten_bytes
+        fits = waiting + wanted <= STORE_SHARE * self.allocator.size_bytes
+        offsets = self.allocate(list(sizes.values())) if fits else None
         if offsets is None:
             if world_size > 1 and len(self._doomed) < MAX_DOOMED:
                 # The other ranks' part would wait for this one in vain.
@@ -210,6 +226,7 @@ class MemoryTier:
         reservation = Reservation(next(self._numbers), owner, key, rank, world_size, slots, stamps)
         self._reservations[reservation.number] = reservation
         self._reserved_bytes[owner] = self.reserved_bytes(owner) + reservation.nbytes
+        self._reserved_in_all += reservation.nbytes
         return reservation
 
     def commit(self, owner: str, number: int, seq: int, now_s: float) -> Writeable | None:
@@ -262,7 +279,13 @@ class MemoryTier:
         self.pin(entry)
         # They go with this write: an earlier one that is still under way must not settle them.
         seqs, entry.seqs = tuple(entry.seqs), []
-        return Writeable(entry, fresh, seqs)
+        nbytes = sum(
+            slot_bytes(slot.nbytes)
+            for place, slot in entry.slots.items()
+            if fresh >> place.group & 1
+        )
+        self.unwritten_bytes += nbytes
+        return Writeable(entry, fresh, seqs, nbytes)
 
     def give_back(self, owner: str, number: int) -> None:
         """End a reservation without a commit; an unknown one is fine."""
@@ -310,6 +333,7 @@ class MemoryTier:
             )
         del self._reservations[number]
         self._reserved_bytes[owner] = self.reserved_bytes(owner) - reservation.nbytes
+        self._reserved_in_all -= reservation.nbytes
         return reservation
 
     # -- holding -----------------------------------------------------------------------
@@ -366,6 +390,7 @@ class MemoryTier:
 
     def written(self, ready: Writeable, *, durable: bool) -> None:
         """The writer is done with it; its commits are settled either way."""
+        self.unwritten_bytes -= ready.nbytes
         if not durable:
             self.dropped += 1
         for seq in ready.seqs:

@@ -13,6 +13,7 @@ from lmcache_persist.errors import ObjectCorrupt
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity
 from lmcache_persist.store.base import (
+    READERS_GONE_S,
     ChunkKey,
     ChunkRecord,
     ChunkWrite,
@@ -289,6 +290,6 @@ class MemoryDisk(DiskTier):
                 by_fingerprint=by_fingerprint,
             )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = READERS_GONE_S) -> None:
         """See :meth:`DiskTier.close`."""
         self._pending.clear()

@@ -11,11 +11,19 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_persist.errors import StoreDamaged, StoreError
-from lmcache_persist.store.base import ChunkKey, ChunkWrite, DiskTier, DropReason, Place
+from lmcache_persist.store.base import (
+    MAX_PENDING_TOUCHES,
+    ChunkKey,
+    ChunkWrite,
+    DiskTier,
+    DropReason,
+    Place,
+)
 from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
@@ -88,7 +96,8 @@ class Writer:
         self._deliver = deliver
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._touched: list[Sequence[ChunkKey]] = []
+        self._touched: deque[Sequence[ChunkKey]] = deque()
+        self._touched_chunks = 0
         self._bad: list[ChunkKey] = []
         self._failed, self._not_stored = Throttle(log), Throttle(log)
         self.on_damage: Callable[[str], None] = lambda text: None
@@ -114,9 +123,15 @@ class Writer:
         self._queue.put(job)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Record hits of a prompt's chunks, head to tail; durable with a later batch."""
+        """Record hits of a prompt's chunks, head to tail; durable with a later batch.
+
+        While the disk hangs, the oldest of very many are forgotten: they only order eviction.
+        """
         with self._lock:
             self._touched.append(keys)
+            self._touched_chunks += len(keys)
+            while self._touched_chunks > MAX_PENDING_TOUCHES and len(self._touched) > 1:
+                self._touched_chunks -= len(self._touched.popleft())
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks that are proven bad, before anything else is written."""
@@ -163,7 +178,7 @@ class Writer:
 
     def _housekeeping(self) -> None:
         with self._lock:
-            touched, self._touched = self._touched, []
+            touched, self._touched, self._touched_chunks = self._touched, deque(), 0
             bad, self._bad = self._bad, []
         for keys in touched:
             self._disk.touch(keys)

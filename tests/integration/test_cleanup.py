@@ -16,7 +16,7 @@ from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.pool import remove_dead_clients
 from support.client_child import ClientProcess
 from support.files import snapshot
-from support.server import ServerProcess, inspect, run_cli
+from support.server import ServerProcess, inspect
 from support.waiting import wait_until
 
 OBJECT = 1 << 20
@@ -224,26 +224,6 @@ def test_a_backlog_is_flushed_at_the_end(make_server: MakeServer) -> None:
         assert "Traceback" not in server.log()
         server.start()
         hits_resume(client, 160)
-
-
-def test_a_backlog_that_is_too_slow_is_cleanly_absent(make_server: MakeServer) -> None:
-    """With no time to flush, the stop is bounded, says so, and what is missing is just absent."""
-    server = make_server("--shutdown-timeout", "0.1", capacity="512MiB", pool_size="512MiB").start()
-    assert server.process is not None
-    with ClientProcess(server.url) as client:
-        client.call("join", "engine", OBJECT)
-        stored = client.call("store", 1, 200)
-        begun = time.monotonic()
-        code = server.terminate()
-        assert time.monotonic() - begun < 10
-        assert code in (0, 1)
-        assert pools(server.pool_dir) == []
-        assert run_cli("verify", str(server.data_dir)).returncode == 0
-        server.start()
-        wait_until(lambda: client.call("connected"), "the client is back")
-        found = client.call("lookup", 1, 200)
-        assert found <= stored
-        assert found == stored or code == 1
 
 
 def test_a_stop_during_the_start_leaves_nothing(make_server: MakeServer) -> None:

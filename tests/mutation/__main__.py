@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutation import catalog, client, connector_vllm, crashes, hostile, hybrid, identity
+from mutation import catalog, client, connector_vllm, crashes, hostile, hybrid, identity, stalls
 from mutation.catalog import Mutation
 
 MUTATIONS = (
@@ -28,6 +28,7 @@ MUTATIONS = (
     *connector_vllm.MUTATIONS,
     *hybrid.MUTATIONS,
     *identity.MUTATIONS,
+    *stalls.MUTATIONS,
 )
 PROJECT = Path(__file__).parents[2]
 TIMEOUT_S = 600
@@ -50,7 +51,11 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(checkout: Path, tests: tuple[str, ...]) -> int:
-    """Pytest's exit status on a checkout."""
+    """Pytest's exit status on a checkout.
+
+    Raises:
+        TimeoutExpired: the tests did not end.
+    """
     paths = [str(checkout), str(checkout / "tests")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -76,6 +81,8 @@ def try_one(mutation: Mutation, checkout: Path) -> str:
     path.write_text(original.replace(mutation.old, mutation.new))
     try:
         status = run_tests(checkout, mutation.tests)
+    except subprocess.TimeoutExpired:
+        return f"the tests did not end within {TIMEOUT_S} s"
     finally:
         path.write_text(original)
     return {0: "SURVIVED", 1: "red"}.get(status, f"pytest ended with {status}")

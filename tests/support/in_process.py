@@ -135,7 +135,7 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
         loop.close()
         http.close()
         state.writer.close(WAIT_S)
-        state.readers.shutdown(wait=True)
+        state.end_readers()
         state.end_clerk(WAIT_S)
         disk.close()
         manifest.close()

@@ -144,13 +144,32 @@ def test_reservations_are_their_owners_and_used_once(tier: Tier) -> None:
 
 def test_a_dead_owners_slots_rest_before_they_are_used_again(tier: Tier) -> None:
     """A dying process may still write: its slots are handed out a second later."""
-    tier.reserve(key(1), nbytes=POOL_BYTES)
+    assert tier.memory.allocate([POOL_BYTES // 4]) is not None
+    assert tier.reserve(key(1), nbytes=POOL_BYTES * 3 // 4) is not None
     tier.memory.forget_owner("a", tier.now_s)
     tier.memory.tick(tier.now_s + 0.9 * REST_S)
     assert tier.reserve(key(2), owner="b") is None
     tier.memory.tick(tier.now_s + 1.1 * REST_S)
     assert tier.reserve(key(2), owner="b") is not None
     assert tier.memory.reserved_bytes("a") == 0
+
+
+def test_what_waits_for_the_disk_leaves_loads_their_room(tier: Tier) -> None:
+    """Reserved and unwritten chunks take three quarters; what is written makes room again."""
+    waiting = [tier.commit(tier.reserve(key(number))) for number in range(40)]
+    for number in range(40, 48):
+        assert tier.reserve(key(number)) is not None
+    assert tier.reserve(key(48)) is None
+    offsets = tier.memory.allocate([PAGE] * 16)
+    assert offsets is not None
+    for ready in waiting[:2]:
+        assert ready is not None
+        tier.memory.written(ready, durable=True)
+    # Written chunks are evicted for new ones; those that wait are not.
+    assert tier.reserve(key(48)) is not None
+    assert tier.reserve(key(49)) is not None
+    assert tier.reserve(key(50)) is None
+    assert all(tier.memory.get(ChunkKey(key(number))) for number in range(2, 40))
 
 
 def test_a_chunk_waits_for_all_its_ranks(tier: Tier) -> None:

@@ -6,7 +6,10 @@ import queue
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from lmcache_persist.errors import StoreIOError
+from lmcache_persist.store import writer as writer_module
 from lmcache_persist.store.base import ChunkKey, ChunkWrite, Place, WriteReport
 from lmcache_persist.store.memory_disk import MemoryDisk
 from lmcache_persist.store.writer import Outcome, WriteJob, Writer
@@ -140,3 +143,23 @@ def test_a_sweep_that_fails_costs_nothing_else() -> None:
     writer.submit(job(1))
     assert collect(outcomes, 1) == {1: True}
     assert writer.close(TIMEOUT_S)
+
+
+def test_hits_during_a_hang_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very many touches that cannot be applied, the latest are kept."""
+    monkeypatch.setattr(writer_module, "MAX_PENDING_TOUCHES", 10)
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    for number in range(3):
+        writer.submit(job(number))
+    collect(outcomes, 3)
+    disk.open.clear()
+    disk.entered.clear()
+    writer.submit(job(3))
+    assert disk.entered.wait(TIMEOUT_S)
+    for number in (0, *[1] * 9, 2):
+        writer.touch([job(number).key])
+    disk.open.set()
+    assert writer.close(TIMEOUT_S)
+    hits = [record.hits for record in disk.find([job(n).key for n in range(3)]) if record]
+    assert hits == [0, 9, 1]

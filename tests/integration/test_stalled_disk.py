@@ -1,0 +1,171 @@
+"""A disk that hangs: loads give up, everything else goes on, and the server still ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_persist.connector import ClientOptions
+from lmcache_persist.errors import RequestTimeout
+from support.client_child import ClientProcess
+from support.emulated import EmulatedEngine
+from support.server import ServerProcess, run_cli
+from support.waiting import wait_until
+from support.web import fetch, free_port
+
+OBJECT = 1 << 20
+POOL = "16MiB"
+STORE_OBJECTS = 12
+"""Of 1 MiB each: three quarters of the pool."""
+CHUNKS = 4
+MakeServer = Callable[..., ServerProcess]
+
+
+def hanging(make_server: MakeServer, point: str, until: Path, *flags: str) -> ServerProcess:
+    """A server, with prompt 1 on its disk only, that hangs at a failpoint until a file is there."""
+    server = make_server(pool_size=POOL).start()
+    with ClientProcess(server.url) as client:
+        client.call("join", "before", OBJECT)
+        assert client.call("store", 1, CHUNKS) == CHUNKS
+        client.call("flush")
+        client.call("leave")
+    assert server.terminate() == 0
+    env = {"LMCACHE_PERSIST_FAILPOINTS": f"{point}=pause:{until}"}
+    return make_server(*flags, pool_size=POOL, env=env).start()
+
+
+@contextmanager
+def engine(server: ServerProcess, name: str, lookup_timeout_s: float) -> Iterator[EmulatedEngine]:
+    """An engine that gives a lookup so long."""
+    options = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=lookup_timeout_s)
+    with EmulatedEngine(
+        server.url, [256], object_bytes=OBJECT, name=name, options=options
+    ).join() as made:
+        yield made
+
+
+def prompt(made: EmulatedEngine, number: int, chunks: int = CHUNKS) -> list[bytes]:
+    """The hashes that a client process has for this prompt."""
+    return list(made.hashes([number, *range(chunks * made.chunk_size)]))
+
+
+def hits(made: EmulatedEngine, number: int, chunks: int = CHUNKS) -> int:
+    """Look up, check bytes; chunks found."""
+    hashes = prompt(made, number, chunks)
+    return made.lookup(hashes, chunks * made.chunk_size + 1).tokens // made.chunk_size
+
+
+def begun(made: EmulatedEngine, number: int) -> Any:
+    """A lookup that is not waited for."""
+    hashes = prompt(made, number)
+    tokens = CHUNKS * made.chunk_size + 1
+    return made.client.lookup(engine=made.name, hashes=hashes, num_tokens=tokens)
+
+
+def test_a_hanging_read_delays_its_own_load_only(make_server: MakeServer, root: Path) -> None:
+    """It ends at its deadline as a miss; hits, misses, pings and probes of others do not wait."""
+    go, port = root / "go", free_port()
+    server = hanging(make_server, "load.before_read", go, "--http", f"127.0.0.1:{port}")
+    with engine(server, "stuck", 1.0) as stuck, engine(server, "other", 20.0) as other:
+        # As many as there are readers, and more.
+        loads = [begun(stuck, 1) for _ in range(4)]
+        assert other.store(prompt(other, 2)) == CHUNKS
+        assert hits(other, 2) == CHUNKS
+        assert hits(other, 3) == 0
+        assert other.client.stats(10)["lookups_open"] == 4
+        assert fetch(port, "/healthz")[0] == 200
+        assert fetch(port, "/readyz")[0] == 200
+        for load in loads:
+            result = load.wait(20)
+            assert result is not None
+            assert result.tokens == 0
+            assert isinstance(result.error, RequestTimeout)
+            load.release()
+        # Nothing is lost: once the disk is back, so are the hits.
+        go.touch()
+        wait_until(lambda: hits(stuck, 1) == CHUNKS, "hits are back")
+        assert other.client.stats(10)["counters"]["corrupt_chunks"] == 0
+        assert fetch(port, "/readyz")[0] == 200
+
+
+def test_a_stop_waits_for_no_hanging_read(make_server: MakeServer, root: Path) -> None:
+    """The stop is bounded and says what hangs; the next start has everything."""
+    flags = ("--shutdown-timeout", "1")
+    server = hanging(make_server, "load.before_read", root / "never", *flags)
+    with engine(server, "stuck", 20.0) as stuck:
+        load = begun(stuck, 1)
+        wait_until(lambda: stuck.client.stats(10)["leased_bytes"] > 0, "the load has begun")
+        at = time.monotonic()
+        assert server.terminate() == 1
+        # Far less than the read would have taken, with room for a machine that is shared.
+        assert time.monotonic() - at < 20
+        assert "not closed in good order" in server.log()
+        assert "Traceback" not in server.log()
+        load.release()
+    assert list(server.pool_dir.glob("*.pool")) == []
+    assert run_cli("verify", str(server.data_dir)).returncode == 0
+    again = make_server(pool_size=POOL).start()
+    with engine(again, "again", 20.0) as back:
+        assert hits(back, 1) == CHUNKS
+
+
+@pytest.mark.parametrize("point", ["commit.before_write", "commit.before_sync"])
+def test_a_backlog_that_the_disk_does_not_take_is_cleanly_absent(
+    make_server: MakeServer, root: Path, point: str
+) -> None:
+    """Given up in bounded time, said, and a miss afterwards; what was durable is there."""
+    server = hanging(make_server, point, root / "never", "--shutdown-timeout", "1")
+    with ClientProcess(server.url) as client:
+        client.call("join", "engine", OBJECT)
+        assert client.call("store", 2, CHUNKS) == CHUNKS
+        process = server.process
+        assert process is not None
+        at = time.monotonic()
+        process.terminate()
+        assert server.terminate() == 1  # a second one changes nothing
+        assert time.monotonic() - at < 20
+    assert "giving them up" in server.log()
+    assert "Traceback" not in server.log()
+    assert list(server.pool_dir.glob("*.pool")) == []
+    assert run_cli("verify", str(server.data_dir)).returncode == 0
+    again = make_server(pool_size=POOL).start()
+    with engine(again, "again", 20.0) as back:
+        assert hits(back, 1) == CHUNKS
+        assert hits(back, 2) == 0
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is in no file and no pool."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel does not say")
+
+
+def test_stores_outrun_a_hanging_disk(make_server: MakeServer, root: Path) -> None:
+    """What does not fit is dropped and counted, memory does not grow, and loads go first."""
+    go = root / "go"
+    server = hanging(make_server, "commit.before_write", go)
+    assert server.process is not None
+    with engine(server, "engine", 20.0) as made:
+        stored = sum(made.store(prompt(made, number)) for number in range(10, 20))
+        before = anonymous_bytes(server.process.pid)
+        offered = 10 * CHUNKS
+        for number in range(20, 120):
+            offered += CHUNKS
+            stored += made.store(prompt(made, number))
+        grown = anonymous_bytes(server.process.pid) - before
+        assert stored == STORE_OBJECTS
+        assert made.client.stats(10)["dropped_stores"]["no_slot"] == offered - stored
+        assert grown < 4 << 20
+        # The disk reads, the writer hangs: a hit still finds its room.
+        assert hits(made, 1) == CHUNKS
+        go.touch()
+        made.client.flush(20)
+        assert made.client.stats(10)["counters"]["dropped_chunks"] == 0
+        assert made.store(prompt(made, 200)) == CHUNKS

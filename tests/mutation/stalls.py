@@ -1,0 +1,71 @@
+"""Mutations of what stands between a hanging disk, or a stranger, and everybody else."""
+
+from __future__ import annotations
+
+from mutation.catalog import MEMORY, Mutation
+
+_SERVER = "lmcache_persist/server/"
+_STALLED = "tests/integration/test_stalled_disk.py::"
+_HTTP = "tests/integration/test_hostile_http.py::"
+
+MUTATIONS = (
+    Mutation(
+        "searches-behind-reads",
+        _SERVER + "lookups.py",
+        "self._state.run(self._state.finder,",
+        "self._state.run(self._state.readers,",
+        (_STALLED + "test_a_hanging_read_delays_its_own_load_only",),
+    ),
+    Mutation(
+        "backlog-takes-the-pool",
+        "lmcache_persist/store/memory.py",
+        "fits = waiting + wanted <= STORE_SHARE * self.allocator.size_bytes",
+        "fits = True",
+        (
+            MEMORY + "test_what_waits_for_the_disk_leaves_loads_their_room",
+            _STALLED + "test_stores_outrun_a_hanging_disk",
+        ),
+    ),
+    Mutation(
+        "stop-waits-for-a-hanging-read",
+        _SERVER + "app.py",
+        "        if hangs:\n",
+        "        if False:\n",
+        (_STALLED + "test_a_stop_waits_for_no_hanging_read",),
+    ),
+    Mutation(
+        "stop-waits-for-a-hanging-write",
+        _SERVER + "app.py",
+        "drained = state.writer.close(max(0.1, deadline - time.monotonic()))",
+        "drained = state.writer.close(3600.0)",
+        (_STALLED + "test_a_backlog_that_the_disk_does_not_take_is_cleanly_absent",),
+    ),
+    Mutation(
+        "touches-pile-up",
+        "lmcache_persist/store/writer.py",
+        "self._touched_chunks > MAX_PENDING_TOUCHES",
+        "False",
+        ("tests/unit/store/test_writer.py::test_hits_during_a_hang_take_bounded_memory",),
+    ),
+    Mutation(
+        "any-number-of-http-threads",
+        _SERVER + "http.py",
+        "MAX_CONNECTIONS = 32\n",
+        "MAX_CONNECTIONS = 320\n",
+        (_HTTP + "test_idle_connections_keep_nobody_out",),
+    ),
+    Mutation(
+        "cut-head-is-whole",
+        _SERVER + "http.py",
+        '            raise LineTooLong("head")',
+        '            return b""',
+        (_HTTP + "test_a_long_head_is_refused",),
+    ),
+    Mutation(
+        "log-lines-can-be-forged",
+        _SERVER + "logs.py",
+        "{record.name}: {plain(record.getMessage())}",
+        "{record.name}: {record.getMessage()}",
+        ("tests/unit/server/test_logs.py::test_a_log_line_is_one_line",),
+    ),
+)
