@@ -6,7 +6,7 @@ Times are UTC, ISO 8601 with microseconds, and come from the caller.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,14 @@ MAX_REJECTIONS = 1000
 
 MAX_BOOTS = 1000
 """Rows kept; beyond, the oldest starts go. A crash loop must not fill the disk."""
+
+
+MAX_IDLE_MODELS = 1000
+"""Models kept that hold no objects and are not served; beyond, those seen longest ago go."""
+MAX_IDLE_MODEL_BYTES = 64 << 20
+"""Likewise, of what they say of themselves: a layout per rank may be large."""
+MAX_DETAIL_CHARS = 1000
+"""Kept of a refusal's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +99,13 @@ def record_model(
     layouts: Sequence[Mapping[str, Any]],
     required_alignment: int,
     at: str,
-) -> None:
-    """Insert a model, or say that it was seen again at ``at``."""
+) -> bool:
+    """Insert a model, or say that it was seen again at ``at``; whether it is new."""
     row = session.get(ModelRecord, fingerprint)
     if row is not None:
         row.name = name
         row.last_seen = at
-        return
+        return False
     session.add(
         ModelRecord(
             fingerprint=fingerprint,
@@ -110,6 +118,32 @@ def record_model(
             last_seen=at,
         )
     )
+    return True
+
+
+def forget_idle_models(session: Session, used: Collection[str]) -> None:
+    """Remove those models beyond the bounds that were seen longest ago.
+
+    Args:
+        session: writing.
+        used: fingerprints of those that stay whatever their number: they have objects, or
+            are served.
+    """
+    size = func.length(ModelRecord.identity) + func.length(ModelRecord.layouts)
+    rows = session.execute(
+        select(ModelRecord.fingerprint, size).order_by(
+            ModelRecord.last_seen.desc(), ModelRecord.fingerprint
+        )
+    )
+    kept, kept_bytes, surplus = 0, 0, []
+    for fingerprint, nbytes in rows:
+        if fingerprint in used:
+            continue
+        kept, kept_bytes = kept + 1, kept_bytes + nbytes
+        if kept > MAX_IDLE_MODELS or kept_bytes > MAX_IDLE_MODEL_BYTES:
+            surplus.append(fingerprint)
+    for fingerprint in surplus:
+        session.execute(delete(ModelRecord).where(ModelRecord.fingerprint == fingerprint))
 
 
 def models(session: Session) -> list[ModelRow]:
@@ -133,7 +167,9 @@ def models(session: Session) -> list[ModelRow]:
 
 
 def record_rejection(session: Session, *, reason: str, detail: str, at: str) -> None:
-    """Count a refusal; equal ones (reason and detail) share a row."""
+    """Count a refusal; equal ones (reason and detail, as far as it is kept) share a row."""
+    if len(detail) > MAX_DETAIL_CHARS:
+        detail = f"{detail[: MAX_DETAIL_CHARS - 3]}..."
     newest = session.scalar(select(func.max(RejectionRecord.serial))) or 0
     row = session.scalars(
         select(RejectionRecord).where(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,26 @@ class Manifest:
         layouts: Sequence[Mapping[str, Any]],
         required_alignment: int,
         at: str,
+        used: Collection[str] | None = None,
     ) -> None:
         """Record a served model: new, or seen again at ``at``.
+
+        Args:
+            fingerprint: its.
+            name: for people.
+            identity: what the fingerprint was made of, with groups and layouts.
+            groups: the geometry.
+            layouts: one per rank.
+            required_alignment: tokens.
+            at: time.
+            used: fingerprints that have objects or are served. For a new model others go
+                beyond :data:`~.catalog.MAX_IDLE_MODELS`; with None, none does.
 
         Raises:
             IdentityUnknown: a value has no JSON form.
         """
         with self._database.write() as session:
-            catalog.record_model(
+            new = catalog.record_model(
                 session,
                 fingerprint=fingerprint,
                 name=name,
@@ -128,6 +140,9 @@ class Manifest:
                 required_alignment=required_alignment,
                 at=at,
             )
+            if new and used is not None:
+                session.flush()
+                catalog.forget_idle_models(session, {fingerprint, *used})
 
     def models(self) -> list[ModelRow]:
         """All models, the first seen first."""

@@ -19,6 +19,7 @@ from lmcache_persist.errors import (
     ManifestError,
     PersistError,
     RegistrationError,
+    StoreError,
     Unbound,
 )
 from lmcache_persist.geometry import Group
@@ -212,8 +213,17 @@ class Registry:
                 layouts=layouts,
                 required_alignment=alignment,
                 at=at,
+                used=self._used(),
             ),
         )
+
+    def _used(self) -> set[str] | None:
+        """Models with objects or engines, None if the store cannot tell. Threads: any."""
+        served = {engine.fingerprint for engine in self.all() if engine.fingerprint}
+        try:
+            return served | set(self._state.disk.usage().by_fingerprint)
+        except StoreError:
+            return None
 
     def _record(self, fingerprint: Fingerprint, record: Callable[[], None]) -> None:
         """Tell the manifest; as long as that fails (a full disk), the engine is served anyway."""

@@ -68,4 +68,18 @@ MUTATIONS = (
         "{record.name}: {record.getMessage()}",
         ("tests/unit/server/test_logs.py::test_a_log_line_is_one_line",),
     ),
+    Mutation(
+        "models-without-bound",
+        "lmcache_persist/manifest/catalog.py",
+        "if kept > MAX_IDLE_MODELS or kept_bytes > MAX_IDLE_MODEL_BYTES:",
+        "if False:",
+        ("tests/unit/manifest/test_manifest.py::test_idle_models_are_bounded",),
+    ),
+    Mutation(
+        "used-models-go-too",
+        "lmcache_persist/manifest/catalog.py",
+        "        if fingerprint in used:\n            continue\n",
+        "",
+        ("tests/unit/manifest/test_manifest.py::test_idle_models_are_bounded",),
+    ),
 )

@@ -446,6 +446,49 @@ def test_model_without_json_form(manifest: Manifest) -> None:
     assert manifest.models() == []
 
 
+def test_idle_models_are_bounded(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound those seen longest ago go; what has objects or an engine stays."""
+    monkeypatch.setattr("lmcache_persist.manifest.catalog.MAX_IDLE_MODELS", 3)
+
+    def seen(number: int, **changes: Any) -> None:
+        manifest.record_model(**model(fingerprint=f"{number:064x}", name=str(number), **changes))
+
+    used = {f"{number:064x}" for number in (0, 1)}
+    for number in range(5):
+        seen(number, at=f"2026-01-0{number + 1}", used=used)
+    assert [row.name for row in manifest.models()] == ["0", "1", "2", "3", "4"]
+    seen(2, at="2026-01-06", used=used)  # seen again: nothing new, and the latest now
+    seen(5, at="2026-01-07", used=used)
+    assert len(manifest.models()) == 6, "three idle ones, two in use, and the new one"
+    seen(6, at="2025-01-01", used=used)  # with a clock that was set back, it stays all the same
+    assert [row.name for row in manifest.models()] == ["6", "0", "1", "2", "4", "5"]
+    seen(7, at="2026-01-08")
+    assert len(manifest.models()) == 7, "without word from the store nothing goes"
+
+
+def test_idle_models_are_bounded_in_bytes(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few that say very much of themselves go, too."""
+    monkeypatch.setattr("lmcache_persist.manifest.catalog.MAX_IDLE_MODEL_BYTES", 3000)
+    for number in range(4):
+        long = [{"layers": ["x" * 1000]}]
+        name = f"{number:064x}"
+        manifest.record_model(**model(fingerprint=name, name=str(number), layouts=long, used=()))
+    assert {row.name for row in manifest.models()} >= {"3"}
+    assert len(manifest.models()) == 3  # the new one, and what fits beside it
+
+
+def test_a_long_refusal_is_cut(manifest: Manifest) -> None:
+    """Equal beginnings are one row, of bounded length."""
+    for end in "ab":
+        manifest.record_rejection(reason="r", detail="x" * 100_000 + end, at=AT)
+    (row,) = manifest.rejections()
+    assert row.count == 2
+    assert len(row.detail) == 1000
+    assert row.detail.endswith("x...")
+
+
 def test_equal_rejections_are_merged(manifest: Manifest) -> None:
     """Equal reason and detail are counted; the latest comes last, whatever the clock says."""
     for detail, at in (("a", LATER), ("b", AT), ("a", AT)):
