@@ -34,6 +34,8 @@ COUNTERS: dict[str, str] = {
     "stored_bytes": "Bytes committed to the server, over all ranks.",
     "known_chunks": "Chunks offered that the server had already, per rank.",
     "reconnects": "Connections to the server after the first, over all processes.",
+    "resets": "Resets after which the engine shares with nobody.",
+    "resets_too_early": "Resets while requests held blocks; nothing is cached until the next.",
     "failures": "Defects of the connector that were turned into misses.",
 }
 """Counters by name; the help text for Prometheus."""
