@@ -74,7 +74,8 @@ MUTATIONS = (
     Mutation(
         "lease-kept-after-the-load",
         _HERE + "scheduler_side.py",
-        "            if load.handle is not None:\n                load.handle.release(loaded_tokens=loaded_tokens)",
+        "            if load.handle is not None:\n"
+        "                load.handle.release(loaded_tokens=loaded_tokens)",
         "            pass",
         (_TESTS + "test_scheduler_side.py",),
     ),
