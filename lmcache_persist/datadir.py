@@ -256,26 +256,30 @@ class DataDirLock:
 
     @classmethod
     def acquire(
-        cls, data_dir: Path, *, group_id: int | None = None, wait_s: float = 10.0
+        cls, data_dir: Path, *, modes: Modes | None = None, wait_s: float = 10.0
     ) -> DataDirLock:
         """Take the lock; changes no byte of a data dir that had a server before.
 
         Args:
             data_dir: exists (:func:`make_data_dir`).
-            group_id: whose members may read who holds it.
+            modes: who may read who holds it; None leaves that to the server whose data dir
+                it is, and makes a new file the owner's alone.
             wait_s: how long to wait for offline readers. A server is not waited for.
 
         Raises:
             DataDirLocked: another server, named in the message, or readers hold it.
             DataDirUnusable: the lock file cannot be opened.
         """
-        paths, modes = DataDir(data_dir), Modes.of(group_id)
+        paths = DataDir(data_dir)
+        if modes is None and not os.path.lexists(paths.lock):
+            modes = Modes.of(None)
         deadline = time.monotonic() + wait_s
         while True:
             fd = cls._open(paths.lock)
             try:
                 if cls._try(fd, paths, deadline):
-                    modes.apply(paths.lock, modes.file)
+                    if modes is not None:
+                        modes.apply(paths.lock, modes.file)
                     return cls(paths, fd)
             except BaseException:
                 os.close(fd)

@@ -21,9 +21,9 @@ from lmcache_persist import __version__
 from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
 from lmcache_persist.datadir import (
-    DataDir,
     DataDirLock,
     Holder,
+    Modes,
     make_data_dir,
 )
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
@@ -31,6 +31,7 @@ from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
 from lmcache_persist.server import ballast, converge, crashes, logs, recovery, reset
 from lmcache_persist.server.binder import settle, start_candidate
+from lmcache_persist.server.first_start import FirstStart
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.service import Service
@@ -80,8 +81,12 @@ def serve(settings: Settings) -> int:
     network = check_file_system(settings.data_dir, allow_network_fs=settings.allow_network_fs)
     if network:
         log.warning("%s", network)
+    first_start = FirstStart.of(settings.data_dir)
     paths = make_data_dir(settings.data_dir, group_id=settings.group_id)
-    with DataDirLock.acquire(paths.root, group_id=settings.group_id) as lock:
+    with (
+        DataDirLock.acquire(paths.root, modes=Modes.of(settings.group_id)) as lock,
+        first_start.undone_if_refused(),
+    ):
         if reset.is_pending(paths):
             log.warning("finishing a reset of %s that was interrupted", paths.root)
             reset.finish(paths)
@@ -107,7 +112,7 @@ def serve(settings: Settings) -> int:
             stack.callback(crashes.unwatch, crash_log)
             manifest = stack.enter_context(contextlib.closing(Manifest.open(paths.manifest)))
             return _serve_data_dir(
-                settings, paths, lock, boot, manifest, decision, crash_log, first
+                settings, first_start, lock, boot, manifest, decision, crash_log, first
             )
 
 
@@ -136,7 +141,7 @@ def _first_server(
 
 def _serve_data_dir(
     settings: Settings,
-    paths: DataDir,
+    first_start: FirstStart,
     lock: DataDirLock,
     boot: Holder,
     manifest: Manifest,
@@ -144,6 +149,7 @@ def _serve_data_dir(
     crash_log: TextIO,
     first: Upstream | None,
 ) -> int:
+    paths = first_start.paths
     disk = recovery.carry_out(decision, paths, settings, manifest)
     try:
         pool = Pool.create(
@@ -169,7 +175,7 @@ def _serve_data_dir(
         disk.close()
         pool.close(remove=True)
         raise
-    server = Server(settings, paths, lock, boot, manifest, disk, pool)
+    server = Server(settings, first_start, lock, boot, manifest, disk, pool)
     server.state.binding = binding
     server.service.converge(first)
     server.state.writer.on_damage = lambda text: crashes.note_damage(crash_log, text)
@@ -182,7 +188,7 @@ class Server:
     def __init__(
         self,
         settings: Settings,
-        paths: DataDir,
+        first_start: FirstStart,
         lock: DataDirLock,
         boot: Holder,
         manifest: Manifest,
@@ -190,7 +196,7 @@ class Server:
         pool: Pool,
     ) -> None:
         self._settings = settings
-        self._paths = paths
+        self._first_start = first_start
         self._lock = lock
         self._http: HttpServer | None = None
         self._start_recorded = False
@@ -236,6 +242,7 @@ class Server:
                 self._http = HttpServer(self._settings.http, self.service)
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: self.loop.stop())
+            self._first_start.served()
             sys.stdout.write(f"ready {state.endpoint}\n")
             sys.stdout.flush()
             self.loop.run()

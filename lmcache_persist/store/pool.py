@@ -8,6 +8,7 @@ of the dead server drops its mapping, for which a start waits a bounded time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -86,6 +87,9 @@ class Pool:
             paths.clients.mkdir(mode=0o700, exist_ok=True)
             file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
         except BaseException:
+            with contextlib.suppress(OSError):  # living clients' locks are in it: all stays
+                paths.clients.rmdir()
+                paths.server_lock.unlink(missing_ok=True)
             os.close(lock_fd)
             raise
         try:

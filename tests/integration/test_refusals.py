@@ -177,6 +177,55 @@ def test_a_store_larger_than_its_file_system_is_refused(
     assert not (server.data_dir / "store" / "data.mdb").exists()
 
 
+@pytest.mark.parametrize(
+    ("code", "there"),
+    [
+        ("disk_too_small", "absent"),
+        ("disk_too_small", "foreign"),
+        ("pool_too_small", "empty"),
+        ("config", "foreign"),
+    ],
+)
+def test_a_refused_first_start_leaves_nothing(
+    make_server: MakeServer, server: ServerProcess, root: Path, code: str, there: str
+) -> None:
+    """No disk, no memory, no endpoint: a data dir that was new is as it was, or not there."""
+    folder = root / "parent" / "new"
+    folder.parent.mkdir()
+    if there != "absent":
+        folder.mkdir(mode=0o755)
+    if there == "foreign":
+        (folder / "notes.txt").write_text("not ours")
+    options = {"disk_too_small": {"capacity": "32TiB"}, "pool_too_small": {"pool_size": "32TiB"}}
+    flags = ("--listen", server.url, "--chunk-size", "512") if code == "config" else ()
+    pool = root / "pool"
+    refused = make_server(*flags, name="parent/new", pool_dir=pool, **options.get(code, {}))
+    refused.log_path = root / "refused.log"
+    before = snapshot(folder.parent)
+    status, log = refused.refused()
+    assert status > 0
+    assert f"[{code}]" in log
+    after = snapshot(folder.parent)
+    if there != "absent":
+        # Names were made and removed in it; all else is the same.
+        assert after["new"][0] == before["new"][0]
+        after["new"] = before["new"]
+    assert after == before
+    assert list(refused.pool_dir.iterdir()) == []
+
+
+def test_a_refused_start_of_an_old_data_dir_takes_nothing_away(make_server: MakeServer) -> None:
+    """What a server had before, bound or not, stays through a refusal."""
+    server = make_server().start()
+    assert server.terminate() == 0
+    names = {path.name for path in server.data_dir.rglob("*")}
+    server.command[server.command.index("--pool-size") + 1] = "32TiB"
+    status, log = server.refused()
+    assert status == 5
+    assert "[pool_too_small]" in log
+    assert {path.name for path in server.data_dir.rglob("*")} == names
+
+
 def test_left_over_bytes_without_their_manifest_are_refused(make_server: MakeServer) -> None:
     """A store with a binding beside no manifest is refused and left alone."""
     server = make_server().start()

@@ -6,6 +6,7 @@ from mutation.catalog import MEMORY, Mutation
 
 _SERVER = "lmcache_persist/server/"
 _STALLED = "tests/integration/test_stalled_disk.py::"
+_REFUSALS = "tests/integration/test_refusals.py::"
 _HTTP = "tests/integration/test_hostile_http.py::"
 
 MUTATIONS = (
@@ -81,5 +82,33 @@ MUTATIONS = (
         "        if fingerprint in used:\n            continue\n",
         "",
         ("tests/unit/manifest/test_manifest.py::test_idle_models_are_bounded",),
+    ),
+    Mutation(
+        "refused-first-start-leaves-files",
+        _SERVER + "first_start.py",
+        "                self._undo()\n",
+        "                pass\n",
+        (_REFUSALS + "test_a_refused_first_start_leaves_nothing",),
+    ),
+    Mutation(
+        "refused-start-takes-old-files",
+        _SERVER + "first_start.py",
+        "new = not self.has_lock and not any(map(os.path.lexists, self._own()))",
+        "new = True",
+        (_REFUSALS + "test_a_refused_start_of_an_old_data_dir_takes_nothing_away",),
+    ),
+    Mutation(
+        "refused-pool-leaves-its-lock",
+        "lmcache_persist/store/pool.py",
+        "                paths.clients.rmdir()\n",
+        "                pass\n",
+        (_REFUSALS + "test_a_refused_first_start_leaves_nothing",),
+    ),
+    Mutation(
+        "first-run-taken-back",
+        _SERVER + "first_start.py",
+        "if new and not self._served:",
+        "if new:",
+        ("tests/unit/server/test_first_start.py::test_once_it_served_everything_stays",),
     ),
 )

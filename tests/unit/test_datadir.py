@@ -125,10 +125,22 @@ def test_a_group_may_look_and_connect_but_not_write(tmp_path: Path) -> None:
     paths = make_data_dir(tmp_path / "kv", group_id=os.getgid())
     assert mode_of(paths.root) == 0o750
     assert paths.root.stat().st_gid == os.getgid()
-    with DataDirLock.acquire(paths.root, group_id=os.getgid()):
+    with DataDirLock.acquire(paths.root, modes=Modes.of(os.getgid())):
         assert mode_of(paths.lock) == 0o640
     assert Modes.of(os.getgid()).socket == 0o660
     assert Modes.of(None).socket == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_an_offline_verb_keeps_the_mode_of_the_lock(tmp_path: Path, mode: int) -> None:
+    """Who may read who holds a data dir is the server's to say, also while a verb has it."""
+    group = os.getgid() if mode == 0o640 else None
+    paths = make_data_dir(tmp_path / "kv", group_id=group)
+    DataDirLock.acquire(paths.root, modes=Modes.of(group)).release()
+    with DataDirLock.acquire(paths.root):
+        assert mode_of(paths.lock) == mode
+    with DataDirLock.acquire(paths.root, modes=Modes.of(None)):
+        assert mode_of(paths.lock) == 0o600
 
 
 def test_a_file_in_the_place_of_the_data_dir_is_refused(tmp_path: Path) -> None:
