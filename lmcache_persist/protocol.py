@@ -37,6 +37,8 @@ MAX_KEYS_PER_RESERVE = 4096
 MAX_WAIT_MS = 10_000
 MAX_RANKS = 4096
 MAX_OBJECT_BYTES = 1 << 40
+MAX_HOPS = 8
+"""Servers that may pass on one bind."""
 
 _I63 = 2**63 - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_I63)]
@@ -104,12 +106,16 @@ class _Request(_Message, frozen=True, kw_only=True):
 
 
 class Bind(_Request, frozen=True, kw_only=True, tag="bind"):
-    """Negotiates the chunk size: the first positive geometry wins, later ones are judged."""
+    """Negotiates the chunk size: the first positive geometry wins, later ones are judged.
+
+    ``via`` holds the boot ids of unbound servers that passed it on, the first one first.
+    """
 
     groups: Groups
     base: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS_PER_BLOCK)] | None = None
     dry_run: bool = False
     who: Label = ""
+    via: Annotated[list[Id32], msgspec.Meta(max_length=MAX_HOPS)] = []
 
 
 class Register(_Request, frozen=True, kw_only=True, tag="register"):

@@ -7,6 +7,7 @@ a client like any other, with the same time-outs, breaker and reconnects.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -115,8 +116,10 @@ class Upstream:
             ServerUnreachable: it does not answer, or cannot bind now; names it. Retryable.
             GeometryError, BindingError: its refusal.
             BindingMismatch, ConfigError: as :meth:`look`.
+            ConfigError: the first servers of several go round in a circle.
         """
         self._check_other()
+        self._check_circle(message.via)
         try:
             reply = self._client.request(
                 protocol.Bind,
@@ -125,6 +128,7 @@ class Upstream:
                 base=message.base,
                 dry_run=message.dry_run,
                 who=message.who,
+                via=[*message.via, self._boot_id],
             )
             if not isinstance(reply, protocol.BindReply):
                 raise MalformedMessage(f"bind was answered with {type(reply).__name__}")
@@ -150,6 +154,16 @@ class Upstream:
                 f"--chunk-size-from {self.url} is this server itself, expected another one",
                 hint="give the endpoint of the server that is to decide",
             )
+
+    def _check_circle(self, via: Sequence[str]) -> None:
+        """Refuse to pass on what this server passed on already, or what came through too many."""
+        if self._boot_id not in via and len(via) < protocol.MAX_HOPS:
+            return
+        raise ConfigError(
+            f"--chunk-size-from {self.url} goes round in a circle: of {len(via)} servers that"
+            " passed this on none decides, expected one that does",
+            hint="start one of them without --chunk-size-from",
+        )
 
     def _check_boundary(self, chunk_size: int, boundary_id: str) -> None:
         expected = hashing.boundary_id(chunk_size)

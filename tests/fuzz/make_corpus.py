@@ -32,7 +32,7 @@ def requests() -> dict[str, protocol.Request]:
     """A good request of each type."""
     made: list[protocol.Request] = [
         protocol.Hello(proto_min=1, proto_max=1, kind="worker", label="w", lock="e" * 32),
-        protocol.Bind(**HEAD, groups=GROUPS, base=256, who="rank 0"),
+        protocol.Bind(**HEAD, groups=GROUPS, base=256, who="rank 0", via=["d" * 32]),
         protocol.Register(
             **HEAD,
             engine="engine-0",

@@ -16,7 +16,12 @@ from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.startup import start_client
-from lmcache_persist.errors import PersistError, ServerUnreachable, UnexpectedChunkSize
+from lmcache_persist.errors import (
+    ConfigError,
+    PersistError,
+    ServerUnreachable,
+    UnexpectedChunkSize,
+)
 from lmcache_persist.geometry import groups_from_sizes
 from support.emulated import EmulatedEngine
 from support.server import ServerProcess, inspect, run_cli
@@ -253,6 +258,48 @@ def test_a_size_above_the_maximum_is_not_taken(pair: Pair) -> None:
     assert code == 2
     assert "1024" in log
     assert "512" in log
+
+
+def test_servers_that_go_round_in_a_circle_say_so(make_server: MakeServer, root: Path) -> None:
+    """Three that each wait for the next one: a bind is refused at once; broken up, it holds."""
+    names = ("a", "b", "c")
+    servers = [
+        make_server(
+            "--chunk-size-from",
+            f"ipc://{root / after / 'server.sock'}",
+            name=name,
+            pool_dir=root / "shm",
+            pool_size="8MiB",
+            capacity="16MiB",
+        )
+        for name, after in zip(names, (*names[1:], names[0]), strict=True)
+    ]
+    for server in servers:
+        server.launch()
+    for server in servers:
+        server.wait_ready()
+    wait_until(lambda: all(connected_to_first(server) for server in servers), "they are connected")
+    for server in servers:
+        with pytest.raises(ConfigError, match=r"circle: of 3 servers") as caught:
+            bind(server, 544)
+        assert "without --chunk-size-from" in str(caught.value.hint)
+    assert [bound_size(server) for server in servers] == [None, None, None]
+    last = servers[-1]
+    assert last.terminate() == 0
+    last.command = [part for part in last.command if "chunk-size-from" not in part]
+    last.command.remove(f"ipc://{root / 'a' / 'server.sock'}")
+    last.start()
+    wait_until(lambda: all(connected_to_first(server) for server in servers[:2]), "all is well")
+    assert bind(servers[0], 544) == 544
+    for server in servers:
+        agrees_with(server, 544)
+
+
+def connected_to_first(server: ServerProcess) -> bool:
+    """Whether a server's first server answers it."""
+    with CacheClient(server.url, kind="cli", options=PATIENT) as client:
+        client.wait_connected(TIMEOUT_S)
+        return client.stats()["chunk_size_from"]["trouble"] is None
 
 
 def test_clients_compare_two_servers(make_server: MakeServer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation.catalog import MEMORY, Mutation
+from mutation.catalog import CONVERGE, MEMORY, Mutation
 
 _SERVER = "lmcache_persist/server/"
 _STALLED = "tests/integration/test_stalled_disk.py::"
@@ -110,5 +110,12 @@ MUTATIONS = (
         "if new and not self._served:",
         "if new:",
         ("tests/unit/server/test_first_start.py::test_once_it_served_everything_stays",),
+    ),
+    Mutation(
+        "round-in-a-circle",
+        _SERVER + "upstream.py",
+        "        self._check_circle(message.via)\n",
+        "",
+        (CONVERGE + "test_servers_that_go_round_in_a_circle_say_so",),
     ),
 )

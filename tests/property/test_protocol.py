@@ -44,6 +44,7 @@ REQUESTS = {
         "base": st.none() | st.integers(1, 2**31 - 1),
         "dry_run": st.booleans(),
         "who": label,
+        "via": st.lists(hex32, max_size=protocol.MAX_HOPS),
     },
     protocol.Register: {
         **head,
