@@ -30,11 +30,15 @@ def assert_nothing_is_held(engine: EngineProcess, server: ServerProcess) -> None
 
 
 def check_aborts(engine: EngineProcess, requests: list[dict[str, Any]], compare: Compare) -> None:
-    """Half of the crowd is aborted, each at another step, while the rest goes on."""
+    """A part of the crowd is aborted, at steps or when preempted, while the rest goes on."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     aborted = [
-        {**one, "abort": one["start"] + rng.choice([1, 2, 3, 5, 8, 20])} if at % 2 else one
+        {**one, "abort": one["start"] + rng.choice([1, 2, 3, 5, 8, 20])}
+        if at % 4 == 1
+        else {**one, "abort_in": "PREEMPTED"}
+        if at % 4 == 3
+        else one
         for at, one in enumerate(requests)
     ]
     found = engine.call("drive", requests=aborted)
@@ -45,4 +49,5 @@ def check_aborts(engine: EngineProcess, requests: list[dict[str, Any]], compare:
         alone = {**requests[1], "id": f"alone-{step}", "start": 0, "abort": step}
         found["aborted_in"] += engine.call("drive", requests=[alone])["aborted_in"]
     print(f"aborted in {sorted(set(found['aborted_in']))}")
-    assert {"RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"} <= set(found["aborted_in"])
+    states = {"RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS", "PREEMPTED"}
+    assert states <= set(found["aborted_in"])

@@ -89,7 +89,8 @@ class TestEngine(engine_child.Engine):
 
         Args:
             requests: each has ``id``, ``prompt``, ``max_tokens``; ``start``, the step before
-                which it is added; ``abort``, the one before which it is aborted, or None.
+                which it is added; it may have ``abort``, the one before which it is aborted,
+                or ``abort_in``, the scheduler's state in which it is.
             reset_at: the step before which :meth:`reset_all` is called, None for never.
             reset_running: its argument.
 
@@ -104,9 +105,10 @@ class TestEngine(engine_child.Engine):
             if step == reset_at:
                 reset = self.reset_all(reset_running)
             for one in requests:
-                if one.get("abort") == step:
-                    state = core.scheduler.requests.get(one["id"])
-                    aborted_in.add("finished" if state is None else state.status.name)
+                state = core.scheduler.requests.get(one["id"])
+                status = "finished" if state is None else state.status.name
+                if one.get("abort") == step or one.get("abort_in") == status:
+                    aborted_in.add(status)
                     engine.abort_request([one["id"]])
                 if one["start"] == step:
                     self._add(one)
