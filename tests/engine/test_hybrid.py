@@ -23,10 +23,10 @@ from support.engines import (
     Stored,
     ask,
     ask_uncached,
-    assert_close,
     assert_right,
     assert_same,
     check_failed_load,
+    closeness,
     starting,
     store_cold,
     warm_up,
@@ -77,7 +77,7 @@ def test_states_are_restored_after_everything_was_killed(
     assert engine.call("counters")["load_disk_chunks"] == 5
     check_false_states(engine, stored)
     check_failed_load(engine, LONG, 1280, stored.expected[1500])
-    check_prefixes(engine)
+    check_prefixes(engine, stored.expected[1500])
     check_own_prefix_cache(engine)
     check_follow_up(engine, stored)
     assert server.inspect()["server"]["leased_bytes"] == 0
@@ -106,23 +106,21 @@ def check_false_states(engine: EngineProcess, stored: Stored) -> None:
     assert_same(ask(engine, PROMPTS[1281][0]), expected)
 
 
-def check_prefixes(engine: EngineProcess) -> None:
+def check_prefixes(engine: EngineProcess, expected: dict[str, Any]) -> None:
     """A hit reaches as far back as a state was kept, and no further."""
-    assert engine.call("reset_prefix_cache")
-    # The long prompts went to 1280 in one step: there is no state at 640.
+    # A prompt of 1500 goes to 1280 in one step: there is no state at 640.
     prompt = make_prompt(1500, seed=67)
     assert_right(engine, prompt, 0)
-    assert_right(engine, prompt[:1280], 0)
+    short = assert_right(engine, prompt[:1280], 0)
     # Computing its first 1280 tokens alone left one.
-    assert_right(engine, prompt[:1280], 640)
-    assert_right(engine, prompt, 1280)
+    assert_right(engine, prompt[:1280], 640, short)
     branch = LONG[:640] + make_prompt(400, seed=61)
     assert_right(engine, branch, 0)
     assert_right(engine, make_prompt(1, seed=62) + LONG[1:], 0)
     # So did computing the branch.
     assert_right(engine, LONG[:1280], 640)
     assert_right(engine, LONG[:640] + make_prompt(900, seed=63), 640)
-    assert_right(engine, LONG, 1280)
+    assert_right(engine, LONG, 1280, expected)
 
 
 def check_own_prefix_cache(engine: EngineProcess) -> None:
@@ -218,8 +216,9 @@ def crowd(turn: int) -> list[dict[str, Any]]:
     ]
 
 
-TOLERANCE = 0.1
-"""Of logprobs, where steps differ. Source: measured, see :func:`compare_crowd`."""
+TOLERANCE = 0.3
+"""Of logprobs, in bfloat16, where steps differ. Source: measured, up to 0.16 in three crowds of
+16, first tokens within 0.01; false states and false KV put other tokens on top (checked below)."""
 
 
 def compare_crowd(
@@ -230,13 +229,15 @@ def compare_crowd(
     States are computed in bfloat16 only, so that the steps that a crowd or a preemption cuts
     a prompt into decide near ties otherwise; from there on nothing can be compared.
     """
-    equal = [
-        assert_close(found["results"][one["id"]], expected, TOLERANCE)
+    compared = [
+        closeness(found["results"][one["id"]], expected)
         for one, expected in zip(requests, alone, strict=True)
         if one["id"] in found["results"]
     ]
-    print(f"equal tokens of 8: {equal}")
-    assert sum(equal) > 4 * len(equal)
+    for one in compared:
+        print(f"{one.equal_tokens} of 8 tokens equal, logprobs within {one.difference:.3f}")
+    assert max(one.difference for one in compared) < TOLERANCE
+    assert sum(one.equal_tokens for one in compared) > 6 * len(compared)
 
 
 def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:
