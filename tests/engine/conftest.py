@@ -9,13 +9,23 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.demo.model import make_llama
-from support.engines import Starter, starting
+from support.engines import Starter, Stored, starting, store_cold
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama for which wrong KV changes the tokens."""
     return make_llama(tmp_path_factory.mktemp("model") / "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def stored(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Stored:
+    """A module's ``PROMPTS`` run cold by engines with its ``OPTIONS``, and everything killed."""
+    folder, module = tmp_path_factory.mktemp("stored"), request.module
+    with starting(model, folder) as starter:
+        return store_cold(starter, folder / "data", module.PROMPTS, **module.OPTIONS)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,6 @@ from support.engines import (
     assert_right,
     assert_same,
     check_failed_load,
-    starting,
-    store_cold,
     warm_up,
 )
 
@@ -32,6 +31,7 @@ PROMPTS = {
     256: (make_prompt(256, seed=75), 0),
 }
 LONG = PROMPTS[1500][0]
+OPTIONS: dict[str, Any] = {"block_size": None}
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gemma(tmp_path_factory.mktemp("model") / "gemma", seed=1)
 
 
-@pytest.fixture(scope="module")
-def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """All prompts run cold, and everything killed."""
-    folder = tmp_path_factory.mktemp("gemma")
-    with starting(model, folder) as starter:
-        made = store_cold(starter, folder / "data", PROMPTS, block_size=None)
-    assert made.found["binding"]["chunk_size"] == 256
-    (found,) = made.found["models"]
-    groups = [(one["kind"], one["window"]) for one in found["groups"]]
-    assert sorted(groups) == [("full", 0)] + [("sliding", WINDOW)] * 5
-    # Every complete chunk of every group: a later prefix may need it.
-    assert found["objects"] == 6 * (5 + 5 + 5 + 2 + 1)
-    return made
-
-
 def test_windows_are_restored_after_everything_was_killed(stored: Stored, start: Starter) -> None:
     """From disk, by a new server and a new engine; of the windows no more than is needed."""
+    check_what_was_stored(stored)
     server = start.server(stored.data_dir)
-    engine = start.engine(server, block_size=None).wait_ready()
+    engine = start.engine(server, **OPTIONS).wait_ready()
     warm_up(engine)
     check_only_the_window_is_read(server, engine, stored)
     for tokens, (prompt, cached_tokens) in PROMPTS.items():
@@ -71,6 +57,15 @@ def test_windows_are_restored_after_everything_was_killed(stored: Stored, start:
     check_prefixes(engine, stored)
     check_own_prefix_cache(engine)
     assert server.inspect()["server"]["leased_bytes"] == 0
+
+
+def check_what_was_stored(stored: Stored) -> None:
+    """Every complete chunk of every group: a later prefix may need it."""
+    assert stored.found["binding"]["chunk_size"] == 256
+    (found,) = stored.found["models"]
+    groups = [(one["kind"], one["window"]) for one in found["groups"]]
+    assert sorted(groups) == [("full", 0)] + [("sliding", WINDOW)] * 5
+    assert found["objects"] == 6 * (5 + 5 + 5 + 2 + 1)
 
 
 def check_only_the_window_is_read(
@@ -135,7 +130,7 @@ def test_chunks_longer_than_the_window(start: Starter, tmp_path: Path) -> None:
     server = start.server(tmp_path / "data")
     engine = start.engine(
         server,
-        block_size=None,
+        **OPTIONS,
         max_num_batched_tokens=600,
         settings={"persist.base_chunk_size": 1024},
     ).wait_ready()

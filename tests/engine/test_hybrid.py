@@ -27,8 +27,6 @@ from support.engines import (
     assert_same,
     check_failed_load,
     closeness,
-    starting,
-    store_cold,
     warm_up,
 )
 from support.waiting import wait_until
@@ -50,23 +48,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hybrid(tmp_path_factory.mktemp("model") / "hybrid", seed=1)
 
 
-@pytest.fixture(scope="module")
-def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """All prompts run cold, and everything killed."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    with starting(model, folder) as starter:
-        made = store_cold(starter, folder / "data", PROMPTS, **OPTIONS)
-    assert made.found["binding"]["chunk_size"] == 640
-    (found,) = made.found["models"]
-    groups = [(one["kind"], one["tokens_per_block"]) for one in found["groups"]]
-    assert sorted(groups) == [("full", 640)] + [("recurrent", 640)] * 3
-    return made
-
-
 def test_states_are_restored_after_everything_was_killed(
     stored: Stored, start: Starter, tmp_path: Path
 ) -> None:
     """From disk, by a new server and a new engine: the 640 case, and what a state is worth."""
+    assert stored.found["binding"]["chunk_size"] == 640
+    (found,) = stored.found["models"]
+    groups = [(one["kind"], one["tokens_per_block"]) for one in found["groups"]]
+    assert sorted(groups) == [("full", 640)] + [("recurrent", 640)] * 3
     server = start.server(stored.data_dir)
     engine = start.engine(server, **OPTIONS).wait_ready()
     warm_up(engine)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
+from typing import Any
 
 from lmcache_persist.demo.model import make_prompt
 from support.engines import (
@@ -15,8 +13,6 @@ from support.engines import (
     ask_uncached,
     assert_same,
     check_failed_load,
-    starting,
-    store_cold,
     warm_up,
 )
 
@@ -25,22 +21,16 @@ PROMPTS = {
     "1500 tokens": (make_prompt(1500, seed=11), 1088),
     "exactly two chunks": (make_prompt(1088, seed=12), 544),
     "two chunks and one token": (make_prompt(1089, seed=13), 1088),
+    "two chunks less one token": (make_prompt(1087, seed=14), 544),
+    "exactly a chunk": (make_prompt(544, seed=15), 0),
 }
 LONG = PROMPTS["1500 tokens"][0]
-
-
-@pytest.fixture(scope="module")
-def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """All prompts run cold, and everything killed."""
-    folder = tmp_path_factory.mktemp("restart")
-    with starting(model, folder) as starter:
-        made = store_cold(starter, folder / "data", PROMPTS)
-    assert made.found["binding"]["chunk_size"] == 544
-    return made
+OPTIONS: dict[str, Any] = {}
 
 
 def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: Starter) -> None:
     """A new server and a new engine restore what was durable, and say the same tokens."""
+    assert stored.found["binding"]["chunk_size"] == 544
     server = start.server(stored.data_dir)
     engine = start.engine(server).wait_ready()
     warm_up(engine)
@@ -58,7 +48,7 @@ def test_restored_from_disk_after_everything_was_killed(stored: Stored, start: S
     assert engine.call("counters")["load_memory_chunks"] == 2
     check_failed_load(engine, LONG, 1088, stored.expected["1500 tokens"])
     # What is known is not offered a second time; a salt is a world of its own.
-    assert server.inspect()["store"]["objects"] == 6
+    assert server.inspect()["store"]["objects"] == 2 + 2 + 2 + 1 + 1
     salted = ask(engine, LONG, cache_salt="tenant")
     assert salted["cached_tokens"] == 0
     assert_same(salted, stored.expected["1500 tokens"])
