@@ -39,6 +39,7 @@ MAX_RANKS = 4096
 MAX_OBJECT_BYTES = 1 << 40
 MAX_HOPS = 8
 """Servers that may pass on one bind."""
+MAX_FINGERPRINTS = 4096
 
 _I63 = 2**63 - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_I63)]
@@ -50,6 +51,8 @@ ObjectBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
 Id32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 MaybeId32 = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 MaybeDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Fingerprints = Annotated[list[Digest], msgspec.Meta(max_length=MAX_FINGERPRINTS)]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=256 * 1024)]
 Hashes = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_HASH_BYTES)]
@@ -211,6 +214,22 @@ class AdminVerify(_Request, frozen=True, kw_only=True, tag="admin.verify"):
     cursor: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
 
 
+class AdminPrune(_Request, frozen=True, kw_only=True, tag="admin.prune"):
+    """Asks to remove chunks that all of its selectors mean, a bounded number per message.
+
+    ``fingerprints`` None: of all models. ``stored_before``: seconds since 1970. With
+    ``dry_run`` nothing is removed, and ``counted_bytes`` is what earlier answers counted.
+    """
+
+    fingerprints: Fingerprints | None = None
+    stale: bool = False
+    stored_before: Count | None = None
+    down_to_bytes: Count | None = None
+    dry_run: bool = False
+    cursor: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
+    counted_bytes: Count = 0
+
+
 class Bye(_Request, frozen=True, kw_only=True, tag="bye"):
     """Ends the session: leases, reservations and registrations are given up."""
 
@@ -229,6 +248,7 @@ Request = (
     | Stats
     | AdminInspect
     | AdminVerify
+    | AdminPrune
     | Bye
 )
 

@@ -2,7 +2,8 @@
 
 Sizes: a number of bytes, or a number with ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of
 1024) or ``kB``, ``MB``, ``GB``, ``TB`` (powers of 1000). ``8G`` is refused, because it
-means either. Durations: a number of seconds, or a number with ``ms``, ``s`` or ``min``.
+means either. Durations: a number of seconds, or a number with ``ms``, ``s``, ``min``,
+``h`` or ``d``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ _SIZE_UNITS = {
     "TB": 10**12,
 }
 _UNITS_BY_LOWER_CASE = {name.lower(): factor for name, factor in _SIZE_UNITS.items()}
-_DURATION_UNITS = {"": Fraction(1), "s": Fraction(1), "ms": Fraction(1, 1000), "min": Fraction(60)}
+_DURATION_UNITS = {
+    "": Fraction(1),
+    "s": Fraction(1),
+    "ms": Fraction(1, 1000),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
 # Bounded, ASCII only: int() would also take other scripts' digits and underscores.
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
@@ -70,7 +78,7 @@ def approximate_size(num_bytes: int) -> str:
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds of a duration such as ``30``, ``2.5s``, ``500ms`` or ``2min``.
+    """Seconds of a duration such as ``30``, ``2.5s``, ``500ms``, ``2min`` or ``7d``.
 
     Raises:
         ConfigError: no duration.
@@ -79,7 +87,7 @@ def parse_duration_s(text: str) -> float:
     if not match or match[2] not in _DURATION_UNITS:
         raise ConfigError(
             f"{text!r} is no duration, expected a number of seconds or one with a unit",
-            hint="for example 30, 2.5s, 500ms or 2min",
+            hint="for example 30, 2.5s, 500ms, 2min, 12h or 7d",
         )
     seconds = float(Fraction(match[1]) * _DURATION_UNITS[match[2]])
     if not math.isfinite(seconds):

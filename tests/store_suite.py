@@ -9,7 +9,14 @@ import pytest
 
 from lmcache_persist import failpoints
 from lmcache_persist.errors import ObjectCorrupt, StoreIOError, StoreMismatch
-from lmcache_persist.store.base import ChunkRecord, ChunkWrite, DiskTier, Place
+from lmcache_persist.store.base import (
+    ChunkRecord,
+    ChunkWrite,
+    DiskTier,
+    Place,
+    fingerprint_of,
+)
+from lmcache_persist.store.selection import Picked, Selection
 from store_support import (
     FULL_EXTENT,
     MIB,
@@ -23,6 +30,18 @@ from store_support import (
 )
 
 Opener = Callable[..., DiskTier]
+
+
+def walk_all(step: Callable[[bytes, int], Picked]) -> Picked:
+    """All steps of a prune or a preview: a cursor, what was counted before -> what was picked."""
+    total, cursor = Picked(), b""
+    while True:
+        picked = step(cursor, total.bytes)
+        total.add_all(picked)
+        if picked.cursor is None:
+            return total
+        assert picked.cursor > cursor
+        cursor = picked.cursor
 
 
 class StoreSuite:
@@ -135,6 +154,46 @@ class StoreSuite:
         with pytest.raises(StoreMismatch):
             tier.restamp(binding(1280), replaces=binding(320).binding_id)
         assert tier.stamp() == binding()
+
+    def test_pruning_takes_what_is_meant_and_nothing_else(self, tier: DiskTier) -> None:
+        """A preview says what a prune then removes; usage and the rest are exact afterwards."""
+        tier.write([chunk(number, 3000) for number in range(200)])
+        tier.write([chunk(number, 500, model=2) for number in range(70)])
+        selection = Selection(frozenset({fingerprint_of(key(0, model=2))}))
+        seen = walk_all(lambda cursor, counted: tier.preview(selection, cursor, counted))
+        assert tier.usage().chunks == 270
+        gone = walk_all(lambda cursor, counted: tier.prune(selection, cursor))
+        assert seen.amounts == gone.amounts
+        assert (gone.bytes, list(gone.amounts)) == (35_000, [(*selection.fingerprints, False)])
+        usage = tier.usage()
+        assert (usage.chunks, usage.bytes, len(usage.by_fingerprint)) == (200, 600_000, 1)
+        assert all(found(tier, [key(number) for number in range(200)]))
+        assert not any(found(tier, [key(number, model=2) for number in range(70)]))
+        assert walk_all(lambda cursor, counted: tier.prune(selection, cursor)).amounts == {}
+
+    def test_pruning_down_to_a_size_takes_the_least_recently_used(self, tier: DiskTier) -> None:
+        """Down to a size, over several steps, those in use stay."""
+        tier.write([chunk(number, 3000) for number in range(199, -1, -1)])
+        tier.touch([key(150)])
+        selection = Selection(down_to_bytes=20 * 3000 + 2999)
+        seen = walk_all(lambda cursor, counted: tier.preview(selection, cursor, counted))
+        gone = walk_all(lambda cursor, counted: tier.prune(selection, cursor))
+        assert seen.amounts == gone.amounts
+        assert tier.usage().bytes == 20 * 3000
+        assert found(tier, [key(150), key(199), key(181)]) == [True, True, True]
+        assert found(tier, [key(0), key(180), key(149)]) == [False, False, False]
+
+    def test_pruning_what_is_stale(self, tier: DiskTier) -> None:
+        """Stale chunks go by themselves, or with the rest of their model."""
+        tier.write([chunk(number, 3000) for number in range(10)])
+        tier.restamp(binding(1280), replaces=binding().binding_id)
+        tier.write([chunk(number, 3000) for number in range(5)])
+        gone = walk_all(lambda cursor, counted: tier.prune(Selection(stale=True), cursor))
+        assert [(stale, amount.chunks) for (_, stale), amount in gone.amounts.items()] == [
+            (True, 5)
+        ]
+        usage = tier.usage()
+        assert (usage.chunks, usage.stale_objects) == (5, 0)
 
     def test_sweeping_takes_the_stale_ones_only(self, tier: DiskTier) -> None:
         """Swept bit by bit, nothing stale stays, and nothing else goes."""

@@ -19,6 +19,7 @@ from lmcache_persist.cli.inspect import inspect
 from lmcache_persist.cli.negotiate import negotiate
 from lmcache_persist.cli.output import finish, write
 from lmcache_persist.cli.plan import plan
+from lmcache_persist.cli.prune import prune
 from lmcache_persist.cli.rebind import rebind
 from lmcache_persist.cli.recover import recover
 from lmcache_persist.cli.reset import reset
@@ -41,6 +42,7 @@ app.command()(negotiate)
 app.command()(flush)
 app.command()(inspect)
 app.command()(verify)
+app.command()(prune)
 app.command()(rebind)
 app.command()(recover)
 app.command()(reset)

@@ -39,6 +39,7 @@ COUNTERS: dict[str, str] = {
     "stored_chunks": "Chunks made durable.",
     "stored_bytes": "Bytes made durable.",
     "swept_objects": "Stale objects removed from disk.",
+    "pruned_chunks": "Chunks that an operator pruned from disk.",
     "corrupt_chunks": "Chunks proven bad when read, and dropped.",
     "read_failures": "Reads that failed without a verdict on the object.",
     "stale_messages": "Messages of another boot, session or binding.",

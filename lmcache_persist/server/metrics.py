@@ -138,6 +138,7 @@ class Counters:
     stored_bytes: int = 0
     dropped_chunks: int = 0
     disk_evictions: int = 0
+    pruned_chunks: int = 0
     swept_objects: int = 0
     corrupt_chunks: int = 0
     read_failures: int = 0

@@ -15,6 +15,7 @@ from lmcache_persist.server.binder import Binder
 from lmcache_persist.server.converge import Converger
 from lmcache_persist.server.health import Probe, Problem, liveness, readiness
 from lmcache_persist.server.live_check import LiveCheck
+from lmcache_persist.server.live_prune import LivePrune
 from lmcache_persist.server.lookups import Lookups
 from lmcache_persist.server.registration import Registry
 from lmcache_persist.server.report import inspect_document
@@ -61,6 +62,7 @@ class Service:
         self._report = StatsReport(
             state, self.sessions, self.registry, self.lookups, self._stores, self._probe
         )
+        self._prune = LivePrune(state)
         self._converger: Converger | None = None
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
             protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
@@ -75,6 +77,7 @@ class Service:
             protocol.Stats: lambda s, m, answer: answer(_json(self.stats())),
             protocol.AdminInspect: self._inspect,
             protocol.AdminVerify: lambda s, m, answer: self._check.verify(m, answer),
+            protocol.AdminPrune: lambda s, m, answer: self._prune.prune(m, answer),
             protocol.Bye: self._bye,
         }
         self._tick()

@@ -121,6 +121,12 @@ class ServerState:
             lambda future: self.mailbox.post(lambda: then(future))
         )
 
+    def run_on_writer(self, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
+        """As :meth:`run`, on the writer thread."""
+        self.writer.run(work).add_done_callback(
+            lambda future: self.mailbox.post(lambda: then(future))
+        )
+
     def end_readers(self) -> None:
         """Have finder and readers end; what they did not begin is dropped."""
         for executor in (self.finder, self.readers):

@@ -19,13 +19,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, NamedTuple, NewType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NewType
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreMismatch
 from lmcache_persist.hashing import CHUNK_HASH_BYTES, ChunkHash
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.store.objects import Place, StoredObject, StoredObjects
+
+if TYPE_CHECKING:
+    from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
     "ChunkKey",
@@ -350,6 +353,39 @@ class DiskTier(ABC):
 
         Raises:
             StoreIOError: the disk failed; nothing was removed.
+        """
+
+    @abstractmethod
+    def prune(self, selection: Selection, cursor: bytes) -> Picked:
+        """Remove chunks that are meant, from ``cursor`` on, in one bounded transaction.
+
+        Args:
+            selection: which.
+            cursor: empty for the first, then what the call before this one returned.
+
+        Returns:
+            What was removed, and where to go on.
+
+        Durable: the removal, on return. Threads: writer only.
+
+        Raises:
+            StoreFull: a slow read keeps freed pages; nothing was removed. Try again.
+            StoreIOError: the disk failed; nothing was removed.
+        """
+
+    @abstractmethod
+    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        """What :meth:`prune` would remove from ``cursor`` on; reads a bounded while.
+
+        Args:
+            selection: which.
+            cursor: empty for the first, then what the call before this one returned.
+            counted_bytes: of what the calls before this one returned.
+
+        Threads: any.
+
+        Raises:
+            StoreIOError: the disk failed.
         """
 
     @abstractmethod

@@ -205,6 +205,7 @@ class Counters:
         evicted: chunks evicted so far.
         dropped: chunks dropped so far, because they were bad or unwanted.
         turns: transactions that only let LMDB reuse freed pages.
+        pruned: chunks that operators pruned so far.
     """
 
     serial: int = 0
@@ -212,6 +213,7 @@ class Counters:
     evicted: int = 0
     dropped: int = 0
     turns: int = 0
+    pruned: int = 0
 
     def encode(self) -> bytes:
         """The stored form."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -40,11 +41,15 @@ from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_txn import StoreTxn
+from lmcache_persist.store.selection import Picked, Selection
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
 """Tries to fit a batch, each after evicting twice as much as the one before."""
+
+_CHUNKS_PER_PRUNE = 1024
+"""Chunks that one step of a prune removes at most: the writer has other work, too."""
 
 _SLOW_READ_S = 1.0
 """Seconds that a write without room waits for reads that keep freed pages."""
@@ -332,9 +337,11 @@ class LmdbDisk(DiskTier):
     def _evict_once(self, target: int, spare: Collection[ChunkKey]) -> list[ChunkKey]:
         return self._remove_some(lambda txn, count: txn.evict(target, count, spare)) or []
 
-    def _remove_some(self, remove: Callable[[StoreTxn, int], _T]) -> _T | None:
+    def _remove_some(
+        self, remove: Callable[[StoreTxn, int], _T], at_most: int | None = None
+    ) -> _T | None:
         """Have ``remove`` take away so many chunks; None while a slow read forbids it."""
-        count = self._budget.chunks_per_eviction
+        count = min(self._budget.chunks_per_eviction, at_most or sys.maxsize)
         while True:
             try:
                 return self._transact(
@@ -368,6 +375,20 @@ class LmdbDisk(DiskTier):
             if not self.usage().stale_objects:
                 self._sweep_from = None
             return objects
+
+    def prune(self, selection: Selection, cursor: bytes) -> Picked:
+        """See :meth:`DiskTier.prune`."""
+        with self._writer:
+            self.apply_touches()  # what is in use now goes last
+            picked = self._remove_some(
+                lambda txn, count: txn.prune(selection, cursor, count), _CHUNKS_PER_PRUNE
+            )
+        if picked is None:
+            raise StoreFull(
+                f"the store in {self.directory} cannot be pruned: a slow read keeps freed pages",
+                hint="prune again",
+            )
+        return picked
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`DiskTier.touch`."""
@@ -423,6 +444,10 @@ class LmdbDisk(DiskTier):
     def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""
         return self._reader.scan(after, limit)
+
+    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        """See :meth:`DiskTier.preview`."""
+        return self._reader.preview(selection, cursor, counted_bytes)
 
     def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
         """See :meth:`DiskTier.read_into`."""

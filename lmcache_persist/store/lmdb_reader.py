@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,16 @@ from lmcache_persist.store.base import (
 from lmcache_persist.store.extent_reader import ExtentReader
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
+from lmcache_persist.store.lmdb_select import chooser_of, walk
+from lmcache_persist.store.selection import Picked, Selection
 from lmcache_persist.store.throttle import Throttle
 
 logger = logging.getLogger(__name__)
+
+PREVIEW_S = 0.1
+"""Seconds of one step of a preview."""
+LOOKS_PER_READ = 2048
+"""Chunks that a preview looks at in one transaction, so that it never keeps pages for long."""
 
 
 class StoreReader:
@@ -116,6 +124,26 @@ class StoreReader:
                     found.append(record)
                 more = cursor.next()
         return found
+
+    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        """See :meth:`DiskTier.preview`."""
+        picked = Picked(cursor=cursor)
+        deadline = time.monotonic() + PREVIEW_S
+        while picked.cursor is not None and time.monotonic() < deadline:
+            with self.transaction() as txn:
+                chooser = chooser_of(
+                    txn, self._dbs, selection, self.binding_id, counted_bytes + picked.bytes
+                )
+                walk(
+                    txn,
+                    self._dbs,
+                    chooser,
+                    picked.cursor,
+                    max_looks=LOOKS_PER_READ,
+                    max_chunks=LOOKS_PER_READ,
+                )
+            picked.add_all(chooser.picked)
+        return picked
 
     def _checked(self, key: ChunkKey, value: bytes) -> ChunkRecord | None:
         try:

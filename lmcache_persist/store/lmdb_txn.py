@@ -16,6 +16,7 @@ from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite
 from lmcache_persist.store.lmdb_open import Databases, live_pages, read_counters
+from lmcache_persist.store.lmdb_select import chooser_of, walk
 from lmcache_persist.store.objects import (
     ObjectTable,
     Place,
@@ -23,6 +24,7 @@ from lmcache_persist.store.objects import (
     StoredObjects,
     num_extents,
 )
+from lmcache_persist.store.selection import Picked, Selection
 
 _LOOKS_PER_SWEPT_CHUNK = 16
 """Chunks that a sweep looks at, per chunk that it may remove."""
@@ -212,6 +214,23 @@ class StoreTxn:
             chunks, objects = chunks + 1, objects + len(record.objects)
             found = cursor.set_range(order)
         return objects, cursor.key() if found else None
+
+    def prune(self, selection: Selection, start: bytes, max_chunks: int) -> Picked:
+        """Remove chunks that are meant, the least recently used first.
+
+        Args:
+            selection: which.
+            start: key of ``order`` to begin at, empty for the first.
+            max_chunks: where to stop; a bounded number of others is passed over, too.
+        """
+        chooser = chooser_of(self._txn, self._dbs, selection, self._binding_id)
+        looks = max_chunks * _LOOKS_PER_SWEPT_CHUNK
+        for record in walk(
+            self._txn, self._dbs, chooser, start, max_looks=looks, max_chunks=max_chunks
+        ):
+            self._remove(record.key, record)
+            self.counters.pruned += 1
+        return chooser.picked
 
     def _total_of(self, record: ChunkRecord) -> fmt.Totals:
         key = fmt.totals_key(record.binding_id, record.key)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_persist.errors import LeaseError, SlotNotWritten
+from lmcache_persist.identity import Fingerprint
 from lmcache_persist.store.allocator import SlotAllocator, slot_bytes
-from lmcache_persist.store.base import ChunkKey, Place
+from lmcache_persist.store.base import ChunkKey, Place, fingerprint_of
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
 
@@ -57,6 +58,7 @@ class Entry:
         leases: lookups that hold it.
         pins: writes and loads that use its slots.
         seqs: commits that wait for other ranks.
+        unwanted: to be dropped as soon as nobody holds it.
     """
 
     key: ChunkKey
@@ -67,6 +69,7 @@ class Entry:
     leases: int = 0
     pins: int = 0
     seqs: list[int] = field(default_factory=list)
+    unwanted: bool = False
 
     def mask(self) -> int:
         """Bit mask of the groups whose object is here for every rank: what lookups may use."""
@@ -421,6 +424,21 @@ class MemoryTier:
             if entry is not None and not entry.leases and not entry.pins:
                 self.drop(entry)
 
+    def prune(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop these chunks, those that somebody holds when he lets go of them.
+
+        What waits for other ranks or for the disk stays: it is newer than what was pruned.
+        """
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.seqs:
+                entry.unwanted = True
+                self._settle(entry)
+
+    def keys_of(self, fingerprints: Container[Fingerprint]) -> list[ChunkKey]:
+        """The chunks of these models."""
+        return [key for key in self._entries if fingerprint_of(key) in fingerprints]
+
     def _remove(self, entry: Entry) -> None:
         self._settle_seqs(entry)
         self._free(entry.slots.values())
@@ -444,6 +462,9 @@ class MemoryTier:
             self._settle_seqs(entry)
             self._evictable.pop(entry.key, None)
             self._entries.pop(entry.key, None)
+        elif entry.unwanted and not entry.seqs:
+            self._evictable.pop(entry.key, None)
+            self._remove(entry)
         elif not entry.seqs and all(slot.ready for slot in entry.slots.values()):
             self._evictable[entry.key] = entry
             self._evictable.move_to_end(entry.key)

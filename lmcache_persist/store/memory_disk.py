@@ -30,7 +30,8 @@ from lmcache_persist.store.base import (
     check_stamp,
     fingerprint_of,
 )
-from lmcache_persist.store.format import FORMAT_VERSION
+from lmcache_persist.store.format import FORMAT_VERSION, decode_order_key, order_key
+from lmcache_persist.store.selection import Chooser, Picked, Selection, bytes_in_scope
 
 SWEEP_CHUNKS = 64
 """Stale chunks that one call removes at most, as a real tier's transaction would."""
@@ -231,6 +232,39 @@ class MemoryDisk(DiskTier):
             for record in stale[:SWEEP_CHUNKS]:
                 self._remove(record.key)
             return sum(len(record.objects) for record in stale[:SWEEP_CHUNKS])
+
+    def prune(self, selection: Selection, cursor: bytes) -> Picked:
+        """See :meth:`DiskTier.prune`."""
+        with self._lock:
+            self.apply_touches()
+            picked = self._pick(selection, cursor, 0)
+            for key in picked.keys:
+                self._remove(key)
+            return picked
+
+    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        """See :meth:`DiskTier.preview`."""
+        with self._lock:
+            return self._pick(selection, cursor, counted_bytes)
+
+    def _pick(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        held = [
+            (one.binding_id, fingerprint_of(one.key), one.objects.table.nbytes)
+            for one in self._records.values()
+        ]
+        binding_id = self._stamp.binding_id if self._stamp else ""
+        held_bytes = bytes_in_scope(selection, held, binding_id) - counted_bytes
+        chooser = Chooser(selection, binding_id, held_bytes=held_bytes, now=time.time())
+        first = decode_order_key(cursor) if cursor else 0
+        for record in self._records.values():
+            if chooser.done:
+                break
+            if len(chooser.picked.keys) == SWEEP_CHUNKS:
+                chooser.picked.cursor = order_key(record.order)
+                break
+            if record.order >= first:
+                chooser.judge(record)
+        return chooser.picked
 
     def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""

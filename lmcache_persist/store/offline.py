@@ -23,6 +23,7 @@ from lmcache_persist.store.check import Violation, check_store
 from lmcache_persist.store.data_file import set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
     "OfflineStore",
@@ -179,6 +180,10 @@ class OfflineStore:
     def counters(self) -> fmt.Counters:
         """Numbers that only grow."""
         return self._reader.counters()
+
+    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
+        """As :meth:`.base.DiskTier.preview`."""
+        return self._reader.preview(selection, cursor, counted_bytes)
 
     def records(self) -> Iterator[ChunkRecord]:
         """Every good record, stale ones too, in the order of keys. To be exhausted or closed."""

@@ -7,15 +7,18 @@ transaction syncs, the next batch gathers in the queue: that is the whole of gro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from lmcache_persist.errors import StoreDamaged, StoreError
+from lmcache_persist.errors import StoreDamaged, StoreError, StoreFull
 from lmcache_persist.store.base import (
     MAX_PENDING_TOUCHES,
     ChunkKey,
@@ -36,6 +39,8 @@ IDLE_S = 0.5
 SWEEP_S = 0.25
 """Seconds of an idle round that stale chunks are removed for: no more than half of the disk."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
@@ -53,6 +58,14 @@ class WriteJob:
     def nbytes(self) -> int:
         """Bytes of all objects."""
         return sum(len(view) for view in self.objects.values())
+
+
+class Task:
+    """Something else to do with the disk tier, between batches; its result is a future."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
+        self.future: Future[Any] = Future()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +101,13 @@ class Writer:
         failing: whether no write succeeded since then.
         busy_since_s: monotonic time at which the disk action under way began, else None.
 
-    Threads: ``submit``, ``touch``, ``drop`` any; ``close`` one.
+    Threads: ``submit``, ``touch``, ``drop``, ``run`` any; ``close`` one.
     """
 
     def __init__(self, disk: DiskTier, deliver: Callable[[Outcome], None]) -> None:
         self._disk = disk
         self._deliver = deliver
-        self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WriteJob | Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._touched: deque[Sequence[ChunkKey]] = deque()
         self._touched_chunks = 0
@@ -138,6 +151,15 @@ class Writer:
         with self._lock:
             self._bad.extend(keys)
 
+    def run(self, action: Callable[[], T]) -> Future[T]:
+        """Have ``action`` done on the writer thread, after what is queued now.
+
+        It should be short: commits wait for it. Its future is cancelled if the thread ends.
+        """
+        task = Task(action)
+        self._queue.put(task)
+        return task.future
+
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, then end; False if that took too long (the rest is lost)."""
         self._queue.put(None)
@@ -147,34 +169,58 @@ class Writer:
     def _run(self) -> None:
         running = True
         while running:
-            batch, running = self._gather()
+            batch, task, running = self._gather()
             self._housekeeping()
             if batch:
                 self._write(batch)
-            else:
+            if task is not None:
+                self._do(task)
+            if not batch and task is None:
                 self._guard(self._disk.apply_touches)
             if running:
                 self._make_room()
-            if running and not batch:
+            if running and not batch and task is None:
                 self._sweep()
+        self._cancel_tasks()
 
-    def _gather(self) -> tuple[list[WriteJob], bool]:
+    def _gather(self) -> tuple[list[WriteJob], Task | None, bool]:
+        """Jobs up to the next task, that task, and whether to go on after them."""
         try:
             job = self._queue.get(timeout=IDLE_S)
         except queue.Empty:
-            return [], True
+            return [], None, True
         batch: list[WriteJob] = []
         nbytes = 0
-        while job is not None:
+        while isinstance(job, WriteJob):
             batch.append(job)
             nbytes += job.nbytes
             if nbytes >= MAX_BATCH_BYTES or len(batch) >= MAX_BATCH_CHUNKS:
-                return batch, True
+                return batch, None, True
             try:
                 job = self._queue.get_nowait()
             except queue.Empty:
-                return batch, True
-        return batch, False
+                return batch, None, True
+        return batch, job, job is not None
+
+    def _do(self, task: Task) -> None:
+        def action() -> None:
+            try:
+                task.future.set_result(task.action())
+            except StoreFull as error:
+                task.future.set_exception(error)  # says nothing about the disk
+            except BaseException as error:
+                task.future.set_exception(error)
+                raise
+
+        if task.future.set_running_or_notify_cancel():
+            self._guard(action)
+
+    def _cancel_tasks(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left = self._queue.get_nowait()
+                if isinstance(left, Task):
+                    left.future.cancel()
 
     def _housekeeping(self) -> None:
         with self._lock:

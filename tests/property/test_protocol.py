@@ -80,6 +80,16 @@ REQUESTS = {
     protocol.Stats: head,
     protocol.AdminInspect: head,
     protocol.AdminVerify: {**head, "cursor": st.binary(max_size=128)},
+    protocol.AdminPrune: {
+        **head,
+        "fingerprints": st.none() | st.lists(hex64, max_size=3),
+        "stale": st.booleans(),
+        "stored_before": st.none() | count,
+        "down_to_bytes": st.none() | count,
+        "dry_run": st.booleans(),
+        "cursor": st.binary(max_size=128),
+        "counted_bytes": count,
+    },
     protocol.Bye: head,
 }
 offsets = st.lists(count, max_size=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -11,6 +13,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
+
+from lmcache_persist.cli import main
 
 START_TIMEOUT_S = 60.0
 
@@ -154,6 +158,23 @@ def run_cli(
         env={**os.environ, **(env or {})},
         check=False,
     )
+
+
+def cli_here(*args: str) -> tuple[int, str, str]:
+    """A verb of the command line in this process: exit code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def json_here(*args: str) -> dict[str, Any]:
+    """The document of a verb that runs in this process, which has to go well."""
+    code, out, err = cli_here(*args, "--json")
+    if code != 0:
+        raise RuntimeError(f"{args[0]} ended with {code}: {err}")
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 def inspect(data_dir: Path, *flags: str) -> dict[str, Any]:

@@ -68,14 +68,15 @@ def test_formatted_sizes_read_back_exactly(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30", 30.0), ("2.5s", 2.5), ("500ms", 0.5), ("2min", 120.0), ("0", 0.0)]
+    ("text", "seconds"),
+    [("30", 30.0), ("2.5s", 2.5), ("500ms", 0.5), ("2min", 120.0), ("0", 0.0), ("7d", 604800.0)],
 )
 def test_durations_are_read(text: str, seconds: float) -> None:
     """A duration is a number of seconds, or has a unit."""
     assert units.parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1h", "1m", "ten", "1e3"])
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1w", "1m", "ten", "1e3"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     """No sign, no infinity, no unit that could be mistaken."""
     with pytest.raises(ConfigError):

@@ -288,3 +288,38 @@ def test_a_late_part_in_vain_leaves_the_rest(tier: Tier, refused: bool) -> None:
     assert tier.memory.get(ready.entry.key) is ready.entry
     assert tier.memory.allocator.free_bytes == POOL_BYTES - 2 * PAGE
     assert tier.memory.allocate([POOL_BYTES]) == [0]
+
+
+def test_a_pruned_chunk_is_dropped_when_nobody_holds_it(tier: Tier) -> None:
+    """Free at once if it is not held, else when the last of leases and writes ends."""
+    free = tier.memory.allocator.free_bytes
+    tier.store(b"idle")
+    tier.store(b"leased")
+    entry = tier.memory.get(ChunkKey(b"leased"))
+    assert entry is not None
+    tier.memory.lease(entry)
+    tier.memory.lease(entry)
+    ready = tier.commit(tier.reserve(b"written"))
+    assert ready is not None
+    tier.memory.prune([ChunkKey(key) for key in (b"idle", b"leased", b"written", b"absent")])
+    assert tier.memory.get(ChunkKey(b"idle")) is None
+    assert tier.memory.get(ChunkKey(b"leased")) is entry
+    tier.memory.unlease(entry)
+    assert tier.memory.get(ChunkKey(b"leased")) is entry
+    tier.memory.unlease(entry)
+    assert tier.memory.get(ChunkKey(b"leased")) is None
+    tier.memory.written(ready, durable=True)
+    assert len(tier.memory) == 0
+    assert tier.memory.allocator.free_bytes == free
+    assert tier.sequence.durable_seq == tier.sequence.last
+
+
+def test_a_prune_leaves_what_waits_for_other_ranks(tier: Tier) -> None:
+    """A chunk whose commit is open is newer than anything that was pruned."""
+    assert tier.commit(tier.reserve(b"half", world=2)) is None
+    tier.memory.prune([ChunkKey(b"half")])
+    assert tier.memory.get(ChunkKey(b"half")) is not None
+    ready = tier.commit(tier.reserve(b"half", rank=1, world=2))
+    assert ready is not None
+    tier.memory.written(ready, durable=True)
+    assert tier.memory.get(ChunkKey(b"half")) is not None

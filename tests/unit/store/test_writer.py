@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from lmcache_persist.errors import StoreIOError
+from lmcache_persist.errors import StoreFull, StoreIOError
 from lmcache_persist.store import writer as writer_module
 from lmcache_persist.store.base import ChunkKey, ChunkWrite, Place, WriteReport
 from lmcache_persist.store.memory_disk import MemoryDisk
@@ -163,3 +164,50 @@ def test_hits_during_a_hang_take_bounded_memory(monkeypatch: pytest.MonkeyPatch)
     assert writer.close(TIMEOUT_S)
     hits = [record.hits for record in disk.find([job(n).key for n in range(3)]) if record]
     assert hits == [0, 9, 1]
+
+
+def test_a_task_is_done_between_batches() -> None:
+    """What was queued before it is written before it, and its result is told."""
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    disk.open.clear()
+    writer.submit(job(0))
+    assert disk.entered.wait(TIMEOUT_S)
+    writer.submit(job(1))
+    done = writer.run(lambda: list(disk.batches))
+    writer.submit(job(2))
+    disk.open.set()
+    assert done.result(TIMEOUT_S) == [1, 1]
+    assert collect(outcomes, 3) == dict.fromkeys(range(3), True)
+    assert disk.batches == [1, 1, 1]
+    assert writer.close(TIMEOUT_S)
+
+
+def test_a_task_that_fails_is_told_and_costs_nothing_else() -> None:
+    """A failing disk is counted; a store that is busy with a slow read is no failing disk."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    disk, outcomes = Gate(), queue.SimpleQueue[Outcome]()
+    writer = Writer(disk, outcomes.put)
+    for error, failures in ((StoreFull("busy"), 0), (StoreIOError("on strike"), 1)):
+        assert writer.run(partial(fail, error)).exception(TIMEOUT_S) is error
+        wait_until(lambda: writer.failures == failures, "counted")  # noqa: B023 - called now
+        assert writer.failing is bool(failures)
+    writer.submit(job(1))
+    assert collect(outcomes, 1) == {1: True}
+    assert writer.close(TIMEOUT_S)
+
+
+def test_a_task_after_the_end_is_cancelled() -> None:
+    """Nobody waits for a thread that has ended."""
+    disk = Gate()
+    writer = Writer(disk, lambda outcome: None)
+    disk.open.clear()
+    writer.submit(job(0))
+    assert disk.entered.wait(TIMEOUT_S)
+    assert not writer.close(0.01)
+    late = writer.run(lambda: None)
+    disk.open.set()
+    wait_until(late.cancelled, "the late task is cancelled")
