@@ -46,6 +46,15 @@ NAMES: dict[str, str] = {
     "reset.after_manifest": "the manifest is removed, the store is still there",
     "reset.after_store": "the store is removed, the mark is still there",
     "load.before_read": "an object is about to be read from disk",
+    "resize.after_preallocate": "the data file is longer, the store has the old capacity still",
+    "resize.before_rename": "the smaller store is complete under a hidden name",
+    "resize.after_rename": "the smaller store is in place",
+    "backup.before_descriptor": "manifest and store of a backup are complete, nothing says so",
+    "backup.before_rename": "a backup is complete under the name of a partial one",
+    "backup.after_rename": "a backup has its name",
+    "restore.after_mark": "the folder is marked, nothing is restored yet",
+    "restore.after_store": "the store is restored, the manifest is not",
+    "restore.after_manifest": "all is restored, the mark is still there",
     "migrate.before_commit": "a schema migration ran, its transaction is not committed",
 }
 """Every failpoint with what holds at it."""

@@ -23,6 +23,7 @@ from lmcache_persist.cli.prune import prune
 from lmcache_persist.cli.rebind import rebind
 from lmcache_persist.cli.recover import recover
 from lmcache_persist.cli.reset import reset
+from lmcache_persist.cli.resize import resize
 from lmcache_persist.cli.serve import serve
 from lmcache_persist.cli.verify import verify
 
@@ -43,6 +44,7 @@ app.command()(flush)
 app.command()(inspect)
 app.command()(verify)
 app.command()(prune)
+app.command()(resize)
 app.command()(rebind)
 app.command()(recover)
 app.command()(reset)

@@ -12,7 +12,8 @@ from lmcache_persist.errors import ConfigError
 def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
     """What a verb calls with its losses: shows them on stderr, and asks unless ``yes``.
 
-    The answer is a line on stdin. Raises ``ConfigError`` unless it is a yes.
+    The answer is a line typed at a terminal. Raises ``ConfigError`` unless it is a yes, and
+    where there is no terminal: a script says ``--yes``, or nothing happens.
     """
 
     def confirm(losses: Sequence[str]) -> None:
@@ -20,6 +21,11 @@ def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
             say(plain(line))
         if yes:
             return
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise ConfigError(
+                f"{verb} asks, and there is no terminal to answer at; nothing was changed",
+                hint="give --yes if that is what you want",
+            )
         sys.stderr.write(f"{verb}? yes or no: ")
         sys.stderr.flush()
         answer = sys.stdin.readline()

@@ -6,9 +6,13 @@ import shutil
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from lmcache_persist.cli.output import plain
+from lmcache_persist.units import approximate_size
+
+if TYPE_CHECKING:
+    from lmcache_persist.store.base import ChunkRecord
 
 _EVERY_S = 0.2
 
@@ -48,3 +52,34 @@ class Ticker:
     ) -> None:
         if self._shown:
             self._write("\r\x1b[K")
+
+
+class CopyTicker(Ticker):
+    """Says how much of a store was copied, and how fast.
+
+    Args:
+        verb: what becomes of a chunk.
+        total_bytes: to be copied, if that is known.
+    """
+
+    def __init__(self, verb: str, total_bytes: int | None = None) -> None:
+        super().__init__()
+        self.total_bytes = total_bytes
+        self._verb = verb
+        self._bytes = 0
+        self._chunks = 0
+        self._since_s = time.monotonic()
+
+    def on_chunk(self, record: ChunkRecord) -> None:
+        """One more chunk."""
+        self._chunks += 1
+        self._bytes += record.objects.table.nbytes
+        took_s = max(1e-3, time.monotonic() - self._since_s)
+        rate = self._bytes / took_s
+        text = (
+            f"{self._verb} {self._chunks} chunks, {approximate_size(self._bytes)},"
+            f" {approximate_size(int(rate))}/s"
+        )
+        if self.total_bytes and rate:
+            text += f", {max(0.0, (self.total_bytes - self._bytes) / rate):.0f} s left"
+        self.show(text)

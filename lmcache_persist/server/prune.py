@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock
-from lmcache_persist.errors import ConfigError, StoreDamaged
+from lmcache_persist.errors import ConfigError
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.offline import existing_data_dir, refuse_if_resetting
@@ -130,9 +130,5 @@ def _look(paths: DataDir) -> Found:
     refuse_if_resetting(paths)
     found = recovery.look(paths, deep=crashes.crashed_last_time(paths))
     recovery.check_together(found, paths.root)
-    if found.store is StoreState.DAMAGED:
-        raise StoreDamaged(
-            f"the store in {paths.store} is damaged: {found.damage}",
-            hint=f"lmcache-persist serve --data-dir {paths.root} sets it aside and starts empty",
-        )
+    recovery.refuse_if_damaged(found, paths)
     return found

@@ -206,6 +206,19 @@ def check_together(found: Found, data_dir: Path) -> None:
         _check_belongs(found, found.binding, data_dir)
 
 
+def refuse_if_damaged(found: Found, paths: DataDir) -> None:
+    """For verbs that change a store in place, or copy it.
+
+    Raises:
+        StoreDamaged: there is one, and it is damaged.
+    """
+    if found.store is StoreState.DAMAGED:
+        raise StoreDamaged(
+            f"the store in {paths.store} is damaged: {found.damage}",
+            hint=f"lmcache-persist serve --data-dir {paths.root} sets it aside and starts empty",
+        )
+
+
 def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:
     if found.uuid != binding.store_uuid:
         raise StoreMismatch(

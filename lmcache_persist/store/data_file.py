@@ -213,9 +213,10 @@ def check_capacity(path: Path, capacity_bytes: int) -> None:
     held = read_meta_page(path).map_bytes
     if capacity_bytes < held:
         raise ConfigError(
-            f"capacity is {capacity_bytes} bytes, but the store in {path.parent} was made with"
-            f" {held}; a store does not shrink",
-            hint=f"use --capacity {held}, or reset the data dir",
+            f"capacity is {capacity_bytes} bytes, but the store in {path.parent} has {held}; a"
+            " start does not shrink a store",
+            hint=f"use --capacity {held}, or shrink it first with: lmcache-persist resize"
+            f" {path.parent.parent} --capacity {capacity_bytes}",
             found=capacity_bytes,
             minimum=held,
         )

@@ -28,7 +28,8 @@ from lmcache_persist.store.lmdb_errors import mapping_errors
 MAX_READERS = 254
 """Reading transactions at once; one per thread, so far more than there ever are."""
 
-_NEW_NAME = ".new"
+NEW_NAME = ".new"
+"""A store that is being made, in the folder of the one it is to be; nobody trusts it."""
 _NAMES = ("meta", "chunks", "extents", "order", "totals")
 _ROOM_FOR_FOLDERS_BYTES = 1 << 20
 
@@ -70,7 +71,7 @@ def create(directory: Path, capacity_bytes: int, uuid: str | None) -> None:
         StoreIOError: likewise.
     """
     made_directory = not directory.exists()
-    hidden = directory / _NEW_NAME
+    hidden = directory / NEW_NAME
     with mapping_errors(f"a store in {directory} cannot be made"):
         try:
             directory.mkdir(mode=DIR_MODE, exist_ok=True)
@@ -120,7 +121,7 @@ def prepare(directory: Path, capacity_bytes: int) -> None:
         if problem:
             raise StoreDamaged(f"the store in {directory} is damaged: {problem}")
         data_file.check_capacity(path, capacity_bytes)
-        shutil.rmtree(directory / _NEW_NAME, ignore_errors=True)
+        shutil.rmtree(directory / NEW_NAME, ignore_errors=True)
         (directory / LOCK_NAME).unlink(missing_ok=True)
         directory.chmod(DIR_MODE)
         path.chmod(FILE_MODE)

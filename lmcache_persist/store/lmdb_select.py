@@ -60,7 +60,7 @@ def walk(
         if not more or chooser.done or len(found) == max_chunks:
             break
         key = ChunkKey(bytes(cursor.value()))
-        record = _record(txn, dbs, key) if chooser.needs(key) else None
+        record = record_of(txn, dbs, key) if chooser.needs(key) else None
         own = record is not None and fmt.order_key(record.order) == bytes(cursor.key())
         if record is not None and own and chooser.judge(record):
             found.append(record)
@@ -69,7 +69,8 @@ def walk(
     return found
 
 
-def _record(txn: Any, dbs: Databases, key: ChunkKey) -> ChunkRecord | None:
+def record_of(txn: Any, dbs: Databases, key: ChunkKey) -> ChunkRecord | None:
+    """The record of a chunk; None if it is absent or bad."""
     value = txn.get(key, db=dbs.chunks)
     if value is None:
         return None

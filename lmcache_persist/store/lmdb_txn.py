@@ -65,8 +65,14 @@ class StoreTxn:
             self._recount = True
         return record
 
-    def put(self, write: ChunkWrite, order: int) -> None:
-        """Write a chunk, or add to it what it lacks, and give it its place in the order."""
+    def put(self, write: ChunkWrite, order: int, *, like: ChunkRecord | None = None) -> None:
+        """Write a chunk, or add to it what it lacks, and give it its place in the order.
+
+        Args:
+            write: the chunk.
+            order: its place.
+            like: of another store, whose hits and age a new chunk gets.
+        """
         held = self.record(write.key)
         if held is not None and held.binding_id != self._binding_id:
             self._remove(write.key, held)
@@ -83,14 +89,15 @@ class StoreTxn:
             if place not in objects:
                 objects[place] = self._put_extents(serial, place, write.objects[place])
         failpoints.hit("commit.after_extents")
+        known = held or like
         record = ChunkRecord(
             write.key,
             self._binding_id,
             StoredObjects.of(objects),
             serial,
             order,
-            held.hits if held else 0,
-            held.stored_at if held else int(time.time()),
+            known.hits if known else 0,
+            known.stored_at if known else int(time.time()),
         )
         self._put_record(record)
         self._total_of(record).add(record)

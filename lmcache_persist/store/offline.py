@@ -18,11 +18,12 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreIOError
 from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import ChunkRecord, Usage
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, Usage
 from lmcache_persist.store.check import Violation, check_store
 from lmcache_persist.store.data_file import set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.lmdb_select import record_of
 from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
@@ -195,6 +196,29 @@ class OfflineStore:
                     continue
                 if record.key == bytes(key):
                     yield record
+
+    def records_by_use(self) -> Generator[ChunkRecord, None, None]:
+        """Every good record, stale ones too, the most recently used first.
+
+        To be exhausted or closed.
+        """
+        with self._reader.transaction() as txn:
+            cursor = txn.cursor(db=self._dbs.order)
+            more = cursor.last()
+            while more:
+                record = record_of(txn, self._dbs, ChunkKey(bytes(cursor.value())))
+                if record is not None and fmt.order_key(record.order) == bytes(cursor.key()):
+                    yield record
+                more = cursor.prev()
+
+    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+        """As :meth:`.base.DiskTier.read_into`."""
+        return self._reader.read_into(record, place, buffer)
+
+    @property
+    def binding_id(self) -> str:
+        """Chunks of another binding are stale."""
+        return self._reader.binding_id
 
     def check(self, *, digests: bool = True) -> Generator[Violation, None, None]:
         """Everything that is wrong. To be exhausted or closed.

@@ -10,12 +10,19 @@ from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.errors import ConfigError
 
 
+class Terminal(io.StringIO):
+    """Somebody who types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("answer", ["yes\n", "y\n", "YES", " Yes \n"])
 def test_a_yes_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
 ) -> None:
     """The losses are shown on stderr, and a yes in any case is one."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
     confirmation("reset", yes=False)(["this throws away a\x1bb"])
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -26,7 +33,7 @@ def test_a_yes_goes_on(
 @pytest.mark.parametrize("answer", ["", "\n", "no\n", "yess\n", "nyes\n"])
 def test_anything_else_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """Nobody there, an empty line, or another word: refused."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
     with pytest.raises(ConfigError, match="nothing was changed"):
         confirmation("reset", yes=False)(["x"])
 
@@ -35,3 +42,15 @@ def test_yes_beforehand_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --yes stdin is not read."""
     monkeypatch.setattr("sys.stdin", None)
     confirmation("reset", yes=True)(["x"])
+
+
+@pytest.mark.parametrize("stdin", [io.StringIO("yes\n"), None])
+def test_a_script_has_to_say_yes_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stdin: io.StringIO | None
+) -> None:
+    """Without a terminal nothing is read and nothing happens; what would be lost is said."""
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(ConfigError, match="no terminal"):
+        confirmation("reset", yes=False)(["this throws away x"])
+    assert "this throws away x" in capsys.readouterr().err
+    assert stdin is None or stdin.tell() == 0

@@ -1,0 +1,69 @@
+"""``resize``: another capacity for the store of a data dir."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.confirm import confirmation
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import by_server
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
+from lmcache_persist.cli.ticker import CopyTicker
+from lmcache_persist.errors import DataDirLocked
+from lmcache_persist.units import approximate_size, format_size, parse_size
+
+
+@ending
+def resize(
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Of the store from now on.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Give the store another capacity, while no server runs. Asks if that throws objects away.
+
+    A smaller store is made beside the old one, of what was used last, and takes its place.
+
+    Example: lmcache-persist resize /var/lib/kv --capacity 64GiB
+    """
+    from lmcache_persist.server.resize import resize as carry_out
+
+    with CopyTicker("copied") as ticker:
+        try:
+            done = carry_out(
+                Path(os.path.abspath(os.path.expanduser(data_dir))),
+                parse_size(capacity),
+                confirmation("resize", yes=yes),
+                say=lambda text: say(plain(text)),
+                on_chunk=ticker.on_chunk,
+            )
+        except DataDirLocked as error:
+            if not by_server(error):
+                raise
+            raise DataDirLocked(
+                error.message,
+                hint="a store is resized while no server runs: stop that one, and start it"
+                " afterwards with the new --capacity",
+                **error.fields,
+            ) from error
+    say(f"start the server with --capacity {format_size(done.after)} from now on")
+    if json_output:
+        write_json(
+            {
+                "capacity_before_bytes": done.before,
+                "capacity_bytes": done.after,
+                "objects": done.kept_objects,
+                "dropped_objects": done.dropped_objects,
+                "dropped_bytes": done.dropped_bytes,
+            }
+        )
+        return ExitCode.OK
+    write(f"capacity: {format_size(done.before)} before, {format_size(done.after)} now")
+    write(f"objects: {done.kept_objects}")
+    if done.dropped_objects:
+        write(f"dropped: {done.dropped_objects} ({approximate_size(done.dropped_bytes)})")
+    return ExitCode.OK
