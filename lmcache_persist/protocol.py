@@ -230,6 +230,18 @@ class AdminPrune(_Request, frozen=True, kw_only=True, tag="admin.prune"):
     counted_bytes: Count = 0
 
 
+class AdminBackup(_Request, frozen=True, kw_only=True, tag="admin.backup"):
+    """Asks for the next piece of the store; an empty cursor begins, with numbers only."""
+
+    cursor: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
+
+
+class AdminManifest(_Request, frozen=True, kw_only=True, tag="admin.manifest"):
+    """Asks for the manifest's file as of now, from a byte on."""
+
+    offset: Count = 0
+
+
 class Bye(_Request, frozen=True, kw_only=True, tag="bye"):
     """Ends the session: leases, reservations and registrations are given up."""
 
@@ -249,6 +261,8 @@ Request = (
     | AdminInspect
     | AdminVerify
     | AdminPrune
+    | AdminBackup
+    | AdminManifest
     | Bye
 )
 
@@ -362,6 +376,37 @@ class JsonReply(_Reply, frozen=True, kw_only=True, tag="json"):
     body: bytes
 
 
+class StorePart(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive extents of a chunk: its record as stored, the first one's number, their bytes."""
+
+    record: bytes
+    first: int
+    extents: list[bytes]
+
+
+class StorePiece(_Reply, frozen=True, kw_only=True, tag="store_piece"):
+    """Reply to admin.backup. At the beginning the store's numbers and no parts.
+
+    ``cursor`` is where to go on, empty at the end.
+    """
+
+    parts: list[StorePart] = []
+    cursor: bytes = b""
+    chunks: int = 0
+    objects: int = 0
+    object_bytes: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+
+class ManifestPiece(_Reply, frozen=True, kw_only=True, tag="manifest_piece"):
+    """Reply to admin.manifest: ``digest`` is BLAKE3 of all ``total_bytes``."""
+
+    data: bytes
+    total_bytes: int
+    digest: MaybeDigest
+
+
 class ErrorReply(_Reply, frozen=True, kw_only=True, tag="error", forbid_unknown_fields=False):
     """A refusal, see :mod:`lmcache_persist.errors`; ``fields`` is a JSON object.
 
@@ -385,6 +430,8 @@ Reply = (
     | Done
     | Flushed
     | JsonReply
+    | StorePiece
+    | ManifestPiece
     | ErrorReply
 )
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from lmcache_persist import __version__
+from lmcache_persist.cli.backup import backup
 from lmcache_persist.cli.demo import demo
 from lmcache_persist.cli.flush import flush
 from lmcache_persist.cli.inspect import inspect
@@ -24,6 +25,7 @@ from lmcache_persist.cli.rebind import rebind
 from lmcache_persist.cli.recover import recover
 from lmcache_persist.cli.reset import reset
 from lmcache_persist.cli.resize import resize
+from lmcache_persist.cli.restore import restore
 from lmcache_persist.cli.serve import serve
 from lmcache_persist.cli.verify import verify
 
@@ -44,6 +46,8 @@ app.command()(flush)
 app.command()(inspect)
 app.command()(verify)
 app.command()(prune)
+app.command()(backup)
+app.command()(restore)
 app.command()(resize)
 app.command()(rebind)
 app.command()(recover)

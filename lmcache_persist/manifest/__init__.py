@@ -12,7 +12,7 @@ from lmcache_persist.manifest.catalog import (
 )
 from lmcache_persist.manifest.manifest import Manifest
 from lmcache_persist.manifest.models import SCHEMA_VERSION
-from lmcache_persist.manifest.snapshot import ManifestSnapshot, peek, read_snapshot
+from lmcache_persist.manifest.snapshot import ManifestSnapshot, peek, read_snapshot, serialized
 
 __all__ = [
     "MAX_BOOTS",
@@ -25,4 +25,5 @@ __all__ = [
     "RejectionRow",
     "peek",
     "read_snapshot",
+    "serialized",
 ]

@@ -6,7 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
-from lmcache_persist.manifest.session import JOURNAL_SUFFIX, WAL_SUFFIX, mapped
+from lmcache_persist.manifest.session import FILE_MODE, JOURNAL_SUFFIX, WAL_SUFFIX, mapped
 from lmcache_persist.posix import sync_folder
 
 UNREADABLE_SUFFIX = ".unreadable"
@@ -41,6 +41,27 @@ def set_aside(path: Path) -> Path:
             os.rename(file, file.with_name(target.name + file.name.removeprefix(path.name)))
         sync_folder(path.parent)
     return target
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A manifest from what :func:`~.snapshot.serialized` gave, where there is none.
+
+    Durable: on return.
+
+    Raises:
+        DataDirUnusable, ManifestError: as they say.
+    """
+    with mapped(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(path.parent)
 
 
 def remove(path: Path) -> list[Path]:

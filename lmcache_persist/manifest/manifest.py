@@ -178,6 +178,10 @@ class Manifest:
         with self._database.read() as session:
             return catalog.boots(session)
 
+    def serialize(self) -> bytes:
+        """The manifest of one moment, as a file of its own holds it; blocks no writer."""
+        return self._database.serialize()
+
     def close(self) -> None:
         """Close the file; safe to call again. Any other method raises from now on."""
         if self._key is None:

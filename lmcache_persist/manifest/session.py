@@ -206,6 +206,20 @@ class Database:
         with self._usable():
             self._pragma("wal_checkpoint(TRUNCATE)")
 
+    def serialize(self) -> bytes:
+        """The whole database, as of one moment, in the form of its file without a -wal."""
+        with self._usable():
+            connection = self._writer.raw_connection()
+            try:
+                source = connection.driver_connection
+                if not isinstance(source, sqlite3.Connection):
+                    raise TypeError(f"driver connection is a {type(source).__name__}")
+                with closing(sqlite3.connect(":memory:")) as memory:
+                    source.backup(memory)
+                    return memory.serialize()
+            finally:
+                connection.close()
+
     def _pragma(self, text: str) -> object:
         # Outside of any transaction, which neither of these pragmas may be in.
         connection = self._writer.raw_connection()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from sqlalchemy import text
 
@@ -39,6 +41,8 @@ SETTLE_TIMEOUT_S = 5.0
 _HEADER = b"SQLite format 3\0"
 _RETRY_S = 0.005
 _COPY_BUSY_TIMEOUT_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,20 @@ def read_snapshot(path: Path) -> ManifestSnapshot:
         ManifestBusy: it was written to without a pause.
         RuntimeError: this process has it open.
     """
+    return _with_copy(path, _read_database)
+
+
+def serialized(path: Path) -> bytes:
+    """The manifest at ``path`` as a file without side files holds it; else as read_snapshot."""
+
+    def read(database: Database, path: Path) -> bytes:
+        _read_database(database, path)  # a copy of what cannot be read is no use
+        return database.serialize()
+
+    return _with_copy(path, read)
+
+
+def _with_copy(path: Path, read: Callable[[Database, Path], T]) -> T:
     path = Path(path)
     with registry.not_open(path):
         files = _settled(path)
@@ -83,7 +101,7 @@ def read_snapshot(path: Path) -> ManifestSnapshot:
             copy = Path(folder) / "manifest"
             for suffix, data in files.items():
                 copy.with_name(copy.name + suffix).write_bytes(data)
-            return _read_copy(copy, path)
+            return _read_copy(copy, path, read)
     except OSError as error:
         raise ManifestUnreadable(
             f"manifest {path} cannot be copied for reading: {error}",
@@ -155,10 +173,10 @@ def _read_files(path: Path) -> dict[str, bytes]:
     return found
 
 
-def _read_copy(copy: Path, path: Path) -> ManifestSnapshot:
+def _read_copy(copy: Path, path: Path, read: Callable[[Database, Path], T]) -> T:
     database = Database(copy, _COPY_BUSY_TIMEOUT_S, subject=path)
     try:
-        return _read_database(database, path)
+        return read(database, path)
     except (ManifestError, DataDirUnusable, ValueError) as error:
         # The copy is ours alone: what fails on it is what it holds.
         raise unreadable(path, str(error)) from error

@@ -88,7 +88,7 @@ def serve(settings: Settings) -> int:
         first_start.undone_if_refused(),
     ):
         if reset.is_pending(paths):
-            log.warning("finishing a reset of %s that was interrupted", paths.root)
+            log.warning("a reset or restore of %s was interrupted: starting empty", paths.root)
             reset.finish(paths)
         crashed = crashes.crashed_last_time(paths)
         if crashed:

@@ -121,8 +121,9 @@ def refuse_if_resetting(paths: DataDir) -> None:
     """
     if os.path.lexists(paths.resetting):
         raise DataDirUnusable(
-            f"data dir {paths.root} is being reset, and that was interrupted",
-            hint=f"finish it with: lmcache-persist reset {paths.root}; a start does so, too",
+            f"data dir {paths.root} is being reset or restored, and that was interrupted",
+            hint=f"restore it again, or finish with: lmcache-persist reset {paths.root}; a start"
+            " does so, too, and is empty then",
         )
 
 

@@ -56,7 +56,7 @@ def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
             if remove_dead_pool(pool):
                 contents.append(f"the pool {pool.pool} that a killed server left")
         failpoints.hit("reset.before_mark")
-        _mark(paths)
+        mark(paths)
         finish(paths)
     return contents
 
@@ -84,14 +84,35 @@ def finish(paths: DataDir) -> None:
         for file in paths.root.glob("crash*.log"):
             file.unlink(missing_ok=True)
         sync_folder(paths.root)
-        failpoints.hit("reset.after_store")
+    except OSError as error:
+        raise _cannot(paths, error) from error
+    failpoints.hit("reset.after_store")
+    unmark(paths)
+
+
+def unmark(paths: DataDir) -> None:
+    """What lies in the data dir counts from now on.
+
+    Durable: on return.
+
+    Raises:
+        DataDirUnusable: as said.
+    """
+    try:
         paths.resetting.unlink(missing_ok=True)
         sync_folder(paths.root)
     except OSError as error:
         raise _cannot(paths, error) from error
 
 
-def _mark(paths: DataDir) -> None:
+def mark(paths: DataDir) -> None:
+    """From now on all that lies in the data dir counts as removed.
+
+    Durable: on return. The caller holds the data dir's lock.
+
+    Raises:
+        DataDirUnusable: as said.
+    """
     try:
         os.close(os.open(paths.resetting, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         sync_folder(paths.root)

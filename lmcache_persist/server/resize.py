@@ -23,6 +23,7 @@ from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.losses import amount, per_model
 from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
 from lmcache_persist.server.recovery import Found, StoreState
+from lmcache_persist.server.room import Say, say_and_check_room
 from lmcache_persist.store import copying, data_file, lmdb_open
 from lmcache_persist.store.base import ChunkRecord
 from lmcache_persist.store.capacity import PageBudget
@@ -30,7 +31,6 @@ from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import OfflineStore
 from lmcache_persist.units import approximate_size
 
-Say = Callable[[str], None]
 OnChunk = Callable[[ChunkRecord], None]
 
 
@@ -109,8 +109,7 @@ def _unchanged(paths: DataDir, found: Found) -> Resized:
 def _grow(paths: DataDir, found: Found, capacity_bytes: int, say: Say) -> Resized:
     path = paths.store / data_file.DATA_NAME
     missing = max(0, capacity_bytes - path.stat().st_size)
-    _say_room(say, paths, missing)
-    data_file.check_room(paths.store, missing)
+    say_and_check_room(say, paths.store, missing)
     data_file.preallocate(path, capacity_bytes)
     failpoints.hit("resize.after_preallocate")
     disk = LmdbDisk.open(paths.store, capacity_bytes)
@@ -134,9 +133,9 @@ def _shrink(
     with OfflineStore.open(paths.store) as store:
         planned = copying.plan(store, capacity_bytes)
         losses = _losses(planned, capacity_bytes, names)
-        _say_room(say, paths, capacity_bytes, "; the old file's room is given back at the end")
         _remove(hidden)
-        data_file.check_room(paths.store, capacity_bytes)
+        more = "; the old file's room is given back at the end"
+        say_and_check_room(say, paths.store, capacity_bytes, more)
         if losses:
             confirm(losses)
         _finish_rebind(paths, found)
@@ -191,15 +190,6 @@ def _losses(planned: copying.Plan, capacity_bytes: int, names: dict[str, str]) -
             " nobody finds"
         )
     return lines
-
-
-def _say_room(say: Say, paths: DataDir, needed: int, more: str = "") -> None:
-    stats = os.statvfs(paths.store)
-    available = stats.f_bavail * stats.f_frsize
-    say(
-        f"this needs {needed} more bytes ({approximate_size(needed)}) in {paths.store}, which has"
-        f" {available} ({approximate_size(available)}) available{more}"
-    )
 
 
 def _remove(hidden: Path) -> None:

@@ -14,6 +14,7 @@ from lmcache_persist.manifest import SCHEMA_VERSION, ManifestSnapshot
 from lmcache_persist.server.binder import Binder
 from lmcache_persist.server.converge import Converger
 from lmcache_persist.server.health import Probe, Problem, liveness, readiness
+from lmcache_persist.server.live_backup import LiveBackup
 from lmcache_persist.server.live_check import LiveCheck
 from lmcache_persist.server.live_prune import LivePrune
 from lmcache_persist.server.lookups import Lookups
@@ -63,6 +64,7 @@ class Service:
             state, self.sessions, self.registry, self.lookups, self._stores, self._probe
         )
         self._prune = LivePrune(state)
+        self._backup = LiveBackup(state)
         self._converger: Converger | None = None
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
             protocol.Bind: lambda session, m, answer: self._binder.bind(m, answer),
@@ -78,6 +80,8 @@ class Service:
             protocol.AdminInspect: self._inspect,
             protocol.AdminVerify: lambda s, m, answer: self._check.verify(m, answer),
             protocol.AdminPrune: lambda s, m, answer: self._prune.prune(m, answer),
+            protocol.AdminBackup: lambda s, m, answer: self._backup.store(m, answer),
+            protocol.AdminManifest: lambda s, m, answer: self._backup.manifest(m, answer),
             protocol.Bye: self._bye,
         }
         self._tick()

@@ -435,6 +435,17 @@ class DiskTier(ABC):
         """
 
     @abstractmethod
+    def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
+        """As :meth:`read_into`, for one extent of an object; ``buffer`` has its length."""
+
+    @abstractmethod
+    def last_serial(self) -> int:
+        """The last serial given: chunks that are stored from now on have larger ones.
+
+        Threads: any.
+        """
+
+    @abstractmethod
     def usage(self) -> Usage:
         """What is in the tier, in time independent of the number of chunks. Threads: any."""
 

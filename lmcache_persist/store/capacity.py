@@ -28,6 +28,7 @@ MIN_CAPACITY_BYTES = 16 << 20
 
 _PAGE_HEADER_BYTES = 16
 _NODE_OVERHEAD_BYTES = 8 + 2 + 16  # node header, its pointer, an extent's key
+_ORDER_ENTRY_BYTES = 8 + 2 + 8 + 64  # node header, its pointer, key, value
 _MIN_RESERVE_EXTENTS = 4
 _RESERVE_SHARE = 64
 _LOW_SHARE = 16
@@ -99,6 +100,29 @@ def value_pages(nbytes: int, page_bytes: int = LMDB_PAGE_BYTES) -> int:
 
 def chunk_pages(sizes: Mapping[Place, int], page_bytes: int = LMDB_PAGE_BYTES) -> int:
     """Pages that a chunk with objects of these sizes takes: an upper estimate."""
+    overflow, in_leaves = _cost(sizes, page_bytes)
+    # Leaves are at least half full; paths of three trees may be split.
+    return overflow + -(-2 * in_leaves // page_bytes) + 2
+
+
+class PageSum:
+    """Pages that many chunks take together: closer than the sum of their upper estimates."""
+
+    def __init__(self, page_bytes: int = LMDB_PAGE_BYTES) -> None:
+        self._page_bytes = page_bytes
+        self._overflow = _FIXED_PAGES
+        self._in_leaves = 0
+
+    def add(self, sizes: Mapping[Place, int]) -> int:
+        """One more chunk; the pages of all."""
+        overflow, in_leaves = _cost(sizes, self._page_bytes)
+        self._overflow += overflow
+        self._in_leaves += in_leaves + _ORDER_ENTRY_BYTES
+        return self._overflow + -(-2 * self._in_leaves // self._page_bytes)
+
+
+def _cost(sizes: Mapping[Place, int], page_bytes: int) -> tuple[int, int]:
+    """Overflow pages of a chunk, and bytes that lie in leaves."""
     overflow = in_leaves = 0
     num_extents = 0
     for nbytes in sizes.values():
@@ -111,8 +135,7 @@ def chunk_pages(sizes: Mapping[Place, int], page_bytes: int = LMDB_PAGE_BYTES) -
         overflow += max(0, len(lengths) - 2) * EXTENT_PAGES
     record_bytes = 200 + 12 * len(sizes) + 16 * num_extents
     overflow += value_pages(record_bytes, page_bytes)
-    # Leaves are at least half full; paths of three trees may be split.
-    return overflow + -(-2 * (in_leaves + record_bytes) // page_bytes) + 2
+    return overflow, in_leaves + record_bytes
 
 
 def refusal(sizes: Mapping[Place, int], budget: PageBudget) -> str | None:

@@ -32,7 +32,7 @@ BATCH_BYTES = 64 << 20
 """Bytes of one transaction of a copy."""
 
 _SPARE_PAGES = 64
-_TREE_BYTES_PER_CHUNK = 256  # an entry of the order and its share of half-full pages
+_TREE_BYTES_PER_CHUNK = 512  # an entry of the order and its share of half-full pages
 _SHARE_OF_SLACK = 32
 
 
@@ -237,7 +237,8 @@ def plan(store: OfflineStore, capacity_bytes: int) -> Plan:
         ConfigError: there is no such capacity.
         StoreDamaged, StoreIOError: the store cannot be read.
     """
-    found, budget, pages = Plan(), capacity.PageBudget.of(capacity_bytes), 0
+    found, budget = Plan(), capacity.PageBudget.of(capacity_bytes)
+    pages = capacity.PageSum(budget.page_bytes)
     with contextlib.closing(store.records_by_use()) as records:
         for record in records:
             sizes = sizes_of(record)
@@ -245,7 +246,7 @@ def plan(store: OfflineStore, capacity_bytes: int) -> Plan:
                 found.stale.add(record)
             elif capacity.refusal(sizes, budget):
                 found.too_much.add(record)
-            elif (pages := pages + capacity.chunk_pages(sizes, budget.page_bytes)) > budget.low:
+            elif found.first_order or pages.add(sizes) > budget.low:
                 # Nor anything that was used before it, though some might fit.
                 found.first_order = found.first_order or record.order + 1
                 found.too_much.add(record)

@@ -25,13 +25,10 @@ from lmcache_persist.store.base import (
     MAX_PENDING_TOUCHES,
     READERS_GONE_S,
     ChunkKey,
-    ChunkRecord,
     ChunkWrite,
     DiskTier,
     Dropped,
     DropReason,
-    Place,
-    Usage,
     WriteReport,
     check_replaced,
     check_stamp,
@@ -40,6 +37,7 @@ from lmcache_persist.store.filesystem import keeps_preallocated_space
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_txn import StoreTxn
 from lmcache_persist.store.selection import Picked, Selection
 
@@ -57,7 +55,7 @@ _SLOW_READ_S = 1.0
 _T = TypeVar("_T")
 
 
-class LmdbDisk(DiskTier):
+class LmdbDisk(StoreReads, DiskTier):
     """A disk tier in one LMDB environment. Made by :meth:`open`.
 
     Attributes:
@@ -434,37 +432,6 @@ class LmdbDisk(DiskTier):
             for start in range(0, len(distinct), step):
                 dropped += self._apply([], dict.fromkeys(distinct[start : start + step]))
             return dropped
-
-    # -- reading: any thread --
-
-    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
-        """See :meth:`DiskTier.find`."""
-        return self._reader.find(keys)
-
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
-        """See :meth:`DiskTier.scan`."""
-        return self._reader.scan(after, limit)
-
-    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
-        """See :meth:`DiskTier.preview`."""
-        return self._reader.preview(selection, cursor, counted_bytes)
-
-    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
-        """See :meth:`DiskTier.read_into`."""
-        return self._reader.read_into(record, place, buffer)
-
-    def usage(self) -> Usage:
-        """See :meth:`DiskTier.usage`."""
-        return self._reader.usage()
-
-    @property
-    def corrupt_found(self) -> int:
-        """See :class:`DiskTier`."""
-        return self._reader.corrupt_found
-
-    def counters(self) -> fmt.Counters:
-        """Numbers that only grow, kept over restarts. Threads: any."""
-        return self._reader.counters()
 
     def close(self, timeout_s: float = READERS_GONE_S) -> None:
         """See :meth:`DiskTier.close`.

@@ -178,21 +178,39 @@ class StoreReader:
         parts = [view[at : at + EXTENT_BYTES] for at in range(0, len(view), EXTENT_BYTES)]
         with self.transaction() as txn:
             failpoints.hit("load.before_read")
-            for index, part in enumerate(parts):
-                key = fmt.extent_key(record.serial, place, index)
-                value = txn.get(key, db=self._dbs.extents)
-                if value is None:
-                    if not self._holds(txn, record):
-                        return False
-                    raise self._corrupt(record, place, f"extent {index} is absent")
-                if len(value) != len(part):
-                    raise self._corrupt(
-                        record, place, f"extent {index} has {len(value)} bytes, not {len(part)}"
-                    )
-                self._extents.read(value, part)
-                # At once, while the extent is in the processor's cache.
-                if extent_digest(part) != stored.digests[index]:
-                    raise self._corrupt(record, place, f"extent {index} has another digest")
+            return all(
+                self._read_extent(txn, record, place, index, part, stored.digests[index])
+                for index, part in enumerate(parts)
+            )
+
+    def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
+        """See :meth:`DiskTier.read_part`."""
+        with self.transaction() as txn:
+            digest = record.objects[place].digests[index]
+            return self._read_extent(txn, record, place, index, buffer, digest)
+
+    def _read_extent(
+        self,
+        txn: lmdb.Transaction[memoryview],
+        record: ChunkRecord,
+        place: Place,
+        index: int,
+        part: memoryview,
+        digest: bytes,
+    ) -> bool:
+        value = txn.get(fmt.extent_key(record.serial, place, index), db=self._dbs.extents)
+        if value is None:
+            if not self._holds(txn, record):
+                return False
+            raise self._corrupt(record, place, f"extent {index} is absent")
+        if len(value) != len(part):
+            raise self._corrupt(
+                record, place, f"extent {index} has {len(value)} bytes, not {len(part)}"
+            )
+        self._extents.read(value, part)
+        # At once, while the extent is in the processor's cache.
+        if extent_digest(part) != digest:
+            raise self._corrupt(record, place, f"extent {index} has another digest")
         return True
 
     def _holds(self, txn: lmdb.Transaction[memoryview], record: ChunkRecord) -> bool:

@@ -299,6 +299,18 @@ class MemoryDisk(DiskTier):
         buffer.cast("B")[:] = content
         return True
 
+    def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
+        """See :meth:`DiskTier.read_part`."""
+        whole = memoryview(bytearray(record.objects.nbytes(place)))
+        if not self.read_into(record, place, whole):
+            return False
+        buffer[:] = whole[index * EXTENT_BYTES : (index + 1) * EXTENT_BYTES]
+        return True
+
+    def last_serial(self) -> int:
+        """See :meth:`DiskTier.last_serial`."""
+        return self._next
+
     def usage(self) -> Usage:
         """See :meth:`DiskTier.usage`."""
         with self._lock:

@@ -18,13 +18,13 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreIOError
 from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, Usage
+from lmcache_persist.store.base import ChunkKey, ChunkRecord
 from lmcache_persist.store.check import Violation, check_store
 from lmcache_persist.store.data_file import set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_select import record_of
-from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
     "OfflineStore",
@@ -142,7 +142,7 @@ def structure_problem(directory: Path) -> str | None:
     return None if first is None else str(first)
 
 
-class OfflineStore:
+class OfflineStore(StoreReads):
     """A read-only view of a store; made by :meth:`open`.
 
     Attributes:
@@ -174,18 +174,6 @@ class OfflineStore:
             finally:
                 store._reader.close(0.0)
 
-    def usage(self) -> Usage:
-        """As :meth:`.base.DiskTier.usage`."""
-        return self._reader.usage()
-
-    def counters(self) -> fmt.Counters:
-        """Numbers that only grow."""
-        return self._reader.counters()
-
-    def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
-        """As :meth:`.base.DiskTier.preview`."""
-        return self._reader.preview(selection, cursor, counted_bytes)
-
     def records(self) -> Iterator[ChunkRecord]:
         """Every good record, stale ones too, in the order of keys. To be exhausted or closed."""
         with self._reader.transaction() as txn:
@@ -210,10 +198,6 @@ class OfflineStore:
                 if record is not None and fmt.order_key(record.order) == bytes(cursor.key()):
                     yield record
                 more = cursor.prev()
-
-    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
-        """As :meth:`.base.DiskTier.read_into`."""
-        return self._reader.read_into(record, place, buffer)
 
     @property
     def binding_id(self) -> str:

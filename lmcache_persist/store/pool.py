@@ -186,7 +186,7 @@ def _take_server_lock(paths: PoolPaths) -> int:
                 os.close(fd)
                 raise DataDirLocked(
                     f"pool {paths.pool} is held by another server: it serves the same store uuid",
-                    hint="stop that server, or give a copied data dir a store of its own",
+                    hint="stop that server; a second one needs a data dir restored with --new-id",
                 )
             time.sleep(_POLL_S / 10)
         try:

@@ -12,8 +12,14 @@ import pytest
 
 import lmcache_persist
 from lmcache_persist import failpoints
+from lmcache_persist.datadir import DataDir, DataDirLock
+from lmcache_persist.errors import DataDirUnusable
+from lmcache_persist.server import reset
+from lmcache_persist.server.backup import FilesSource, back_up
+from lmcache_persist.server.offline import inspect_offline
 from lmcache_persist.server.prune import prune
 from lmcache_persist.server.resize import resize
+from lmcache_persist.server.restore import restore
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.selection import Selection
 from support.data_dirs import make, records_of
@@ -27,12 +33,26 @@ RESIZE_OUTCOMES = {
     "resize.before_rename=kill": BEFORE,
     "resize.after_rename=kill": AFTER,
 }
+BACKUP_OUTCOMES = {
+    "commit.after_extents=kill@7": False,
+    "backup.before_descriptor=kill": False,
+    "backup.before_rename=kill": False,
+    "backup.after_rename=kill": True,
+}
+RESTORE_POINTS = (
+    "restore.after_mark=kill",
+    "commit.after_extents=kill@7",
+    "restore.after_store=kill",
+    "restore.after_manifest=kill",
+)
 
 
 def test_the_steps_are_the_ones_tested() -> None:
     """A new step has to be given its outcome here."""
-    tested = {spec.split("=")[0] for spec in RESIZE_OUTCOMES} | {"resize.after_preallocate"}
-    assert {name for name in failpoints.NAMES if name.startswith("resize.")} <= tested
+    outcomes = (*RESIZE_OUTCOMES, *BACKUP_OUTCOMES, *RESTORE_POINTS)
+    tested = {spec.split("=")[0] for spec in outcomes} | {"resize.after_preallocate"}
+    verbs = ("resize.", "backup.", "restore.")
+    assert {name for name in failpoints.NAMES if name.startswith(verbs)} <= tested
 
 
 def all_good(root: Path) -> bool:
@@ -89,3 +109,50 @@ def test_a_killed_growth_is_harmless(root: Path, then: int) -> None:
     assert opens(root / "d", then) == 20
     assert resize(root / "d", 96 * MIB, lambda _: None).after == 96 * MIB
     assert all_good(root / "d")
+
+
+def back_up_files(data_dir: Path, dest: Path) -> None:
+    """A backup of a data dir that nobody serves."""
+    with FilesSource.open(data_dir) as source:
+        back_up(source, dest)
+
+
+@pytest.mark.parametrize("spec", BACKUP_OUTCOMES)
+def test_a_killed_backup_is_none_or_a_whole_one(root: Path, spec: str) -> None:
+    """Nothing has a backup's name that is not whole, and the next try clears what was left."""
+    make(root / "d")
+    dies_at(spec, lambda: back_up_files(root / "d", root / "b"))
+    assert (root / "b").exists() is BACKUP_OUTCOMES[spec]
+    if not BACKUP_OUTCOMES[spec]:
+        partial = root / "b.partial"
+        if (partial / "backup.json").exists():
+            # All of it is there but the name; whoever trusts it gets what it says.
+            assert restore(partial, root / "other").objects == 20
+        else:
+            with pytest.raises(DataDirUnusable):
+                restore(partial, root / "other")
+        back_up_files(root / "d", root / "b")
+        assert not partial.exists()
+    assert all_good(root / "b")
+    assert restore(root / "b", root / "r").objects == 20
+    assert records_of(root / "r").keys() == records_of(root / "d").keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "then"), zip(RESTORE_POINTS, ("restore", "start", "restore", "start"), strict=True)
+)
+def test_a_killed_restore_counts_for_nothing(root: Path, spec: str, then: str) -> None:
+    """What was restored so far is never taken for a data dir; a start or a restore clears it."""
+    make(root / "d")
+    back_up_files(root / "d", root / "b")
+    dies_at(spec, lambda: restore(root / "b", root / "r"))
+    for verb in (inspect_offline, lambda path: list(lmcache_persist.check(path))):
+        with pytest.raises(DataDirUnusable, match="restored"):
+            verb(root / "r")
+    if then == "start":
+        with DataDirLock.acquire(root / "r"):
+            reset.finish(DataDir(root / "r"))  # what a start does first
+        assert [path.name for path in (root / "r").iterdir()] == ["server.lock"]
+    assert restore(root / "b", root / "r").objects == 20
+    assert all_good(root / "r")
+    assert records_of(root / "r").keys() == records_of(root / "d").keys()

@@ -90,10 +90,14 @@ REQUESTS = {
         "cursor": st.binary(max_size=128),
         "counted_bytes": count,
     },
+    protocol.AdminBackup: {**head, "cursor": st.binary(max_size=128)},
+    protocol.AdminManifest: {**head, "offset": count},
     protocol.Bye: head,
 }
 offsets = st.lists(count, max_size=8)
 run = st.builds(protocol.SlotRun, count, count, count, count, offsets)
+extents = st.lists(st.binary(max_size=16), max_size=3)
+part = st.builds(protocol.StorePart, st.binary(max_size=64), count, extents)
 grant = st.builds(protocol.Grant, count, count, offsets)
 REPLIES = {
     protocol.Welcome: {
@@ -124,6 +128,22 @@ REPLIES = {
     protocol.Done: tail,
     protocol.Flushed: {**tail, "dropped_chunks": count},
     protocol.JsonReply: {**tail, "body": st.binary(max_size=64)},
+    protocol.StorePiece: {
+        **tail,
+        "parts": st.lists(part, max_size=3),
+        "cursor": st.binary(max_size=128),
+        "chunks": count,
+        "objects": count,
+        "object_bytes": count,
+        "used_bytes": count,
+        "capacity_bytes": count,
+    },
+    protocol.ManifestPiece: {
+        **tail,
+        "data": st.binary(max_size=64),
+        "total_bytes": count,
+        "digest": digest,
+    },
     protocol.ErrorReply: {**tail, "code": label, "message": label, "hint": label},
 }
 any_request = st.one_of([st.builds(kind, **fields) for kind, fields in REQUESTS.items()])

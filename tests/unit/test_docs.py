@@ -18,7 +18,13 @@ from lmcache_persist.config_sources import OTHER_VARIABLES
 
 DOCS = Path(__file__).parents[2] / "docs"
 MESSAGES = [*get_args(protocol.Request), *get_args(protocol.Reply)]
-PARTS = [protocol.GroupSpec, protocol.PoolInfo, protocol.SlotRun, protocol.Grant]
+PARTS = [
+    protocol.GroupSpec,
+    protocol.PoolInfo,
+    protocol.SlotRun,
+    protocol.Grant,
+    protocol.StorePart,
+]
 VERBS = {
     str(info.callback.__name__): info.callback for info in app.registered_commands if info.callback
 }
@@ -98,7 +104,7 @@ def test_every_verb_and_flag_is_described(verb: str) -> None:
     assert f"\n## {verb}\n" in text
     section = text.split(f"\n## {verb}\n")[1].split("\n## ")[0]
     for name in inspect.signature(VERBS[verb]).parameters:
-        if name not in ("sizes", "data_dir") or verb == "serve":
+        if name not in ("sizes", "data_dir", "source", "dest") or verb == "serve":
             flag = "--" + name.removesuffix("_output").replace("_", "-")
             assert re.search(rf"{flag}\b", section), flag
 

@@ -1,0 +1,179 @@
+"""``backup``: manifest and store of a data dir as one pair, also while its server runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from lmcache_persist.cli.connection import seconds
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import by_server, holding_server
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
+from lmcache_persist.cli.ticker import CopyTicker
+from lmcache_persist.errors import (
+    DataDirLocked,
+    MalformedMessage,
+    RequestTimeout,
+    TransportError,
+    Unbound,
+)
+from lmcache_persist.units import approximate_size
+
+if TYPE_CHECKING:
+    from lmcache_persist.connector import CacheClient
+    from lmcache_persist.protocol import Reply
+    from lmcache_persist.server.backup import Source
+    from lmcache_persist.store.pieces import Part
+
+T = TypeVar("T", bound="Reply")
+
+_MANIFEST_TRIES = 20
+
+
+@ending
+def backup(
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder to make; absent.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every digest of the copy afterwards.")
+    ] = False,
+    timeout: Annotated[
+        str, typer.Option(metavar="SECONDS", help="For each answer of a live server.")
+    ] = "30",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Copy manifest and store into a new folder, from which restore makes a data dir.
+
+    A live server hands them out piece by piece and goes on serving. The copy holds what is
+    good and not stale, and takes no more room than that.
+
+    Example: lmcache-persist backup /var/lib/kv /backup/kv-monday
+    """
+    from lmcache_persist.server.backup import back_up
+
+    root = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    target = Path(os.path.abspath(os.path.expanduser(dest)))
+    with _source(root, seconds(timeout)) as source:
+        with CopyTicker("copied", source.held.bytes) as ticker:
+            made = back_up(
+                source, target, say=lambda text: say(plain(text)), on_chunk=ticker.on_chunk
+            )
+    violations = _verify(target) if verify else []
+    for line in violations:
+        say(f"bad: {plain(line)}")
+    if json_output:
+        write_json(
+            {
+                "backup": str(target),
+                **asdict(made),
+                "verified": not violations if verify else None,
+            }
+        )
+    else:
+        size = approximate_size(made.bytes)
+        write(
+            f"backup {plain(target)}: {made.objects} objects, {size}, chunk size {made.chunk_size}"
+        )
+        if made.left_out_chunks:
+            write(f"left out: {made.left_out_chunks} chunks, evicted or bad")
+        if verify and not violations:
+            write("all good")
+    return ExitCode.BAD_DATA if violations else ExitCode.OK
+
+
+def _verify(target: Path) -> list[str]:
+    from lmcache_persist.server.offline import check
+
+    return [str(violation) for violation in check(target)]
+
+
+@contextlib.contextmanager
+def _source(root: Path, timeout_s: float) -> Iterator[Source]:
+    from lmcache_persist.server.backup import FilesSource
+
+    with contextlib.ExitStack() as stack:
+        try:
+            source: Source = stack.enter_context(FilesSource.open(root))
+        except DataDirLocked as error:
+            if not by_server(error):
+                raise
+            client = stack.enter_context(holding_server(root, timeout_s, "backup"))
+            source = _LiveSource(client, timeout_s)
+        yield source
+
+
+class _LiveSource:
+    """A server that hands out what it has."""
+
+    def __init__(self, client: CacheClient, timeout_s: float) -> None:
+        from lmcache_persist.protocol import AdminBackup, StorePiece
+        from lmcache_persist.server.backup import Held
+
+        self._client = client
+        self._timeout_s = timeout_s
+        try:
+            client.flush(timeout_s)
+        except TransportError as error:
+            say(f"note: not everything that is committed is on disk yet: {plain(error.message)}")
+        first = _asked(client.request(AdminBackup, timeout_s=timeout_s), StorePiece)
+        binding = client.binding
+        if binding is None:
+            raise Unbound("the server is not bound yet: there is nothing to back up")
+        self.binding = binding
+        self._cursor = first.cursor
+        self.held = Held(
+            first.chunks,
+            first.objects,
+            first.object_bytes,
+            first.used_bytes,
+            first.capacity_bytes,
+        )
+
+    def parts(self) -> Iterator[list[Part]]:
+        """The store, in pieces."""
+        from lmcache_persist.protocol import AdminBackup, StorePiece
+        from lmcache_persist.store.pieces import Part
+
+        cursor = self._cursor
+        while cursor:
+            reply = self._client.request(AdminBackup, timeout_s=self._timeout_s, cursor=cursor)
+            piece = _asked(reply, StorePiece)
+            yield [Part(part.record, part.first, part.extents) for part in piece.parts]
+            if piece.cursor and piece.cursor <= cursor:
+                raise MalformedMessage("the server's backup does not go forward")
+            cursor = piece.cursor
+
+    def manifest(self) -> bytes:
+        """The manifest of one moment, however often it changes meanwhile."""
+        for _ in range(_MANIFEST_TRIES):
+            data = self._manifest()
+            if data is not None:
+                return data
+        raise RequestTimeout("the server's manifest changed all the while it was copied")
+
+    def _manifest(self) -> bytes | None:
+        from blake3 import blake3
+
+        from lmcache_persist.protocol import AdminManifest, ManifestPiece
+
+        data = b""
+        while True:
+            reply = self._client.request(AdminManifest, timeout_s=self._timeout_s, offset=len(data))
+            piece = _asked(reply, ManifestPiece)
+            data += piece.data
+            if not piece.data or len(data) >= piece.total_bytes:
+                return data if blake3(data).hexdigest() == piece.digest else None
+
+
+def _asked(reply: object, kind: type[T]) -> T:
+    if not isinstance(reply, kind):
+        raise MalformedMessage(
+            f"the server answered with {type(reply).__name__}, expected {kind.__name__}"
+        )
+    return reply

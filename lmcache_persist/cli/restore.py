@@ -1,0 +1,69 @@
+"""``restore``: a data dir from a backup."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
+from lmcache_persist.cli.ticker import CopyTicker
+from lmcache_persist.units import format_size, parse_size
+
+
+@ending
+def restore(
+    source: Annotated[str, typer.Argument(metavar="BACKUP", help="What backup made.")],
+    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="Absent, or empty.")],
+    capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of the store. [default: as it was]")
+    ] = None,
+    new_id: Annotated[
+        bool, typer.Option("--new-id", help="For a second server beside the first.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Make a data dir from a backup. Every digest is checked on the way.
+
+    With a smaller capacity it takes what was used last. The backup stays as it is.
+
+    Example: lmcache-persist restore /backup/kv-monday /var/lib/kv
+    """
+    from lmcache_persist.server.restore import restore as carry_out
+
+    target = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    with CopyTicker("restored") as ticker:
+        done = carry_out(
+            Path(os.path.abspath(os.path.expanduser(source))),
+            target,
+            capacity_bytes=None if capacity is None else parse_size(capacity),
+            new_id=new_id,
+            say=lambda text: say(plain(text)),
+            on_chunk=ticker.on_chunk,
+        )
+    say(
+        f"start it with: lmcache-persist serve --data-dir {plain(target)} --capacity"
+        f" {format_size(done.capacity_bytes)}"
+    )
+    if json_output:
+        write_json(
+            {
+                "data_dir": str(target),
+                "binding": done.binding.summary(),
+                "capacity_bytes": done.capacity_bytes,
+                "objects": done.objects,
+                "left_out_objects": done.left_out_objects,
+                "made_at": done.descriptor.made_at,
+            }
+        )
+        return ExitCode.OK
+    write(
+        f"restored {plain(target)}: {done.objects} objects, chunk size {done.binding.chunk_size},"
+        f" as of {plain(done.descriptor.made_at)}"
+    )
+    if done.left_out_objects:
+        write(f"left out: {done.left_out_objects} objects, for which there was no room, or bad")
+    return ExitCode.OK

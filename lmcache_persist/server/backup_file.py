@@ -1,0 +1,142 @@
+"""``backup.json``: what makes a folder a backup. Written last, so that half a one has none."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from lmcache_persist.datadir import DataDir
+from lmcache_persist.errors import DataDirUnusable, FormatTooNew
+from lmcache_persist.identity import canonical_json
+from lmcache_persist.posix import sync_folder
+from lmcache_persist.store.data_file import DATA_NAME
+
+NAME = "backup.json"
+FORMAT = 1
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a backup says of itself.
+
+    Attributes:
+        made_at: UTC, ISO 8601.
+        version: of lmcache-persist that made it.
+        binding_id: of the data dir that it is of.
+        chunk_size: tokens.
+        store_uuid: of its store.
+        capacity_bytes: of the store that it is of; the backup's own is as small as can be.
+        chunks: in the backup.
+        objects: likewise.
+        bytes: of all objects.
+        left_out_chunks: that were evicted, or proved bad, while it was made.
+        manifest_digest: BLAKE3 of ``manifest.sqlite``.
+        data_file_bytes: length of the store's data file.
+    """
+
+    made_at: str
+    version: str
+    binding_id: str
+    chunk_size: int
+    store_uuid: str
+    capacity_bytes: int
+    chunks: int
+    objects: int
+    bytes: int
+    left_out_chunks: int
+    manifest_digest: str
+    data_file_bytes: int
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return blake3(canonical_json(document).encode()).hexdigest()
+
+
+def write(folder: Path, descriptor: Descriptor) -> None:
+    """Make the folder a backup.
+
+    Durable: on return.
+
+    Raises:
+        OSError: as the system says.
+    """
+    document = {"format": FORMAT, **asdict(descriptor)}
+    text = json.dumps({**document, "digest": _digest(document)}, indent=2) + "\n"
+    fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def read(folder: Path) -> Descriptor:
+    """What a backup says of itself, after a look at its files.
+
+    Raises:
+        DataDirUnusable: it is no backup, not a whole one, or not as it was made.
+        FormatTooNew: a newer version made it.
+    """
+    document = _read(folder)
+    if document.get("format", 0) > FORMAT:
+        raise FormatTooNew(
+            f"backup {folder} has format {document['format']}, expected at most {FORMAT}",
+            hint="restore it with the version of lmcache-persist that made it",
+        )
+    digest = document.pop("digest", None)
+    if digest != _digest(document):
+        raise _unusable(folder, f"{NAME} was altered")
+    document.pop("format")
+    descriptor = Descriptor(**document)
+    _check_files(folder, descriptor)
+    return descriptor
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        with (folder / NAME).open("rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+    except FileNotFoundError:
+        raise _unusable(
+            folder, f"it has no {NAME}, so it is none, or was interrupted while it was made"
+        ) from None
+    except OSError as error:
+        raise _unusable(folder, f"{NAME} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("format"), int):
+        raise _unusable(folder, f"{NAME} was altered")
+    return document
+
+
+def _check_files(folder: Path, descriptor: Descriptor) -> None:
+    paths = DataDir(folder)
+    try:
+        found = blake3(paths.manifest.read_bytes()).hexdigest()
+        length = (paths.store / DATA_NAME).stat().st_size
+    except OSError as error:
+        raise _unusable(folder, f"{error.filename} cannot be read: {error.strerror}") from error
+    if (
+        found != descriptor.manifest_digest
+        or paths.manifest.with_name(f"{paths.manifest.name}-wal").exists()
+    ):
+        raise _unusable(folder, "its manifest is not the one that it was made with")
+    if length != descriptor.data_file_bytes:
+        raise _unusable(
+            folder,
+            f"its data file has {length} bytes, expected {descriptor.data_file_bytes}",
+        )
+
+
+def _unusable(folder: Path, why: str) -> DataDirUnusable:
+    return DataDirUnusable(
+        f"{folder} is no backup that can be restored: {why}",
+        hint="give a folder that lmcache-persist backup made, as it made it",
+    )

@@ -1,0 +1,180 @@
+"""``restore``: a data dir from a backup. Offline.
+
+Order of writes: the mark of a reset, durable, under which all that lies in the folder
+counts as removed -> store -> manifest -> the mark is removed, which decides. A crash before
+that leaves the mark: the next start, reset or restore throws away what was restored so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_persist import failpoints
+from lmcache_persist.binding import Binding
+from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock, make_data_dir
+from lmcache_persist.errors import DataDirUnusable, PersistError
+from lmcache_persist.manifest import Manifest, files
+from lmcache_persist.server import backup_file, recovery, reset
+from lmcache_persist.server.backup_file import Descriptor
+from lmcache_persist.server.losses import amount
+from lmcache_persist.server.offline import existing_data_dir
+from lmcache_persist.server.recovery import Found
+from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
+from lmcache_persist.server.state import utc_now
+from lmcache_persist.store import copying
+from lmcache_persist.store.base import ChunkRecord
+from lmcache_persist.store.offline import OfflineStore
+
+_HARMLESS = re.compile(r"server\.(lock|sock)|ballast|crash(\.[12])?\.log|lost\+found|resetting")
+"""What a folder may hold that is to become a data dir."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore did.
+
+    Attributes:
+        descriptor: of the backup.
+        binding: of the data dir now.
+        capacity_bytes: of its store.
+        objects: in it.
+        left_out_objects: of the backup, that had no room or proved bad.
+    """
+
+    descriptor: Descriptor
+    binding: Binding
+    capacity_bytes: int
+    objects: int
+    left_out_objects: int
+
+
+def restore(
+    backup: Path,
+    data_dir: Path,
+    *,
+    capacity_bytes: int | None = None,
+    new_id: bool = False,
+    say: Say = lambda text: None,
+    on_chunk: Callable[[ChunkRecord], None] = lambda record: None,
+) -> Restored:
+    """Make a data dir from a backup, which stays as it is.
+
+    Args:
+        backup: a folder that ``backup`` made.
+        data_dir: absent, or without manifest and store.
+        capacity_bytes: of the store; as it was by default.
+        new_id: give the store a uuid of its own, and so the data dir a binding of its own,
+            to the same chunk size: for a second server beside the first.
+        say: told the room that is needed, and what has no room, before anything is changed.
+        on_chunk: told of each chunk that was copied.
+
+    Durable: on return. Threads: one, with no other in the process.
+
+    Raises:
+        DataDirUnusable: the backup is none, or the data dir is in use.
+        ConfigError: there is no such capacity.
+        DiskTooSmall: there is not enough room; both numbers are named.
+        DataDirLocked: a server holds either folder.
+        PersistError: a disk failed; the data dir is empty, or marked as being reset.
+    """
+    source = existing_data_dir(backup)
+    with ReaderLock.acquire(backup):
+        descriptor = backup_file.read(backup)
+        found = recovery.look(source, deep=True)
+        recovery.check_together(found, backup)
+        recovery.refuse_if_damaged(found, source)
+        capacity_bytes = capacity_bytes or descriptor.capacity_bytes
+        with OfflineStore.open(source.store) as store:
+            planned = copying.plan(store, capacity_bytes)
+            lost = planned.too_much.total
+            if lost.chunks:
+                say(f"{amount(lost.objects, lost.nbytes)} of the backup have no room and stay out")
+            binding = _binding(found, new_id=new_id)
+            needed = capacity_bytes + MANIFEST_BYTES
+            there = os.path.lexists(data_dir)
+            if not there:
+                say_and_check_room(say, _nearest_folder(data_dir), needed)
+            paths = make_data_dir(data_dir)
+            with DataDirLock.acquire(paths.root):
+                _clear(paths)
+                if there:
+                    say_and_check_room(say, paths.root, needed)
+                with _marked(paths):
+                    failpoints.hit("restore.after_mark")
+                    with copying.StoreCopy.make(
+                        paths.store, capacity_bytes, binding.store_uuid, binding
+                    ) as copy:
+                        bad = copying.copy_chunks(store, planned, copy, on_chunk)
+                        copy.finish()
+                    failpoints.hit("restore.after_store")
+                    _restore_manifest(source, paths, found, binding)
+                    failpoints.hit("restore.after_manifest")
+    return Restored(
+        descriptor,
+        binding,
+        capacity_bytes,
+        copy.copied.total.objects,
+        lost.objects + bad.total.objects,
+    )
+
+
+@contextlib.contextmanager
+def _marked(paths: DataDir) -> Iterator[None]:
+    """What is made meanwhile counts at the end; if that is not reached, it is removed."""
+    reset.mark(paths)
+    try:
+        yield
+        reset.unmark(paths)
+    except BaseException:
+        with contextlib.suppress(PersistError):
+            reset.finish(paths)
+        raise
+
+
+def _nearest_folder(path: Path) -> Path:
+    return next(folder for folder in path.parents if folder.is_dir())
+
+
+def _binding(found: Found, *, new_id: bool) -> Binding:
+    held = found.binding
+    if held is None:
+        raise DataDirUnusable("the backup is unbound, so there is nothing in it")
+    if not new_id:
+        return held
+    return Binding.make(
+        chunk_size=held.chunk_size,
+        required_alignment=held.required_alignment,
+        base_chunk_size=held.base_chunk_size,
+        mode=held.mode,
+        bound_at=utc_now(),
+        winner=held.winner,
+        backend=held.backend,
+        store_uuid=secrets.token_hex(16),
+        store_format_version=held.store_format_version,
+    )
+
+
+def _clear(paths: DataDir) -> None:
+    """What an interrupted reset or restore left goes; anything else is refused."""
+    if reset.is_pending(paths):
+        reset.finish(paths)
+    others = sorted(name for name in os.listdir(paths.root) if not _HARMLESS.fullmatch(name))
+    if others:
+        raise DataDirUnusable(
+            f"{paths.root} holds {others[0]!r}, expected an absent or empty folder",
+            hint="restore into another folder, or throw a data dir away first with:"
+            f" lmcache-persist reset {paths.root}",
+        )
+
+
+def _restore_manifest(source: DataDir, paths: DataDir, found: Found, binding: Binding) -> None:
+    files.write_new(paths.manifest, source.manifest.read_bytes())
+    if found.held is not None and found.held != binding:
+        with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
+            manifest.rebind(found.held.binding_id, binding)

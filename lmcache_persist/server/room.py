@@ -1,0 +1,37 @@
+"""The room that a verb needs, said before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lmcache_persist.store import data_file
+from lmcache_persist.units import approximate_size
+
+Say = Callable[[str], None]
+"""Told a line for the operator."""
+
+MANIFEST_BYTES = 8 << 20
+"""Room for a manifest and for folders, beside a store."""
+
+
+def say_and_check_room(say: Say, folder: Path, needed: int, more: str = "") -> None:
+    """Say what is needed and what there is; refuse if that is too little.
+
+    Args:
+        say: told.
+        folder: on the file system in question.
+        needed: bytes of files.
+        more: the end of the sentence.
+
+    Raises:
+        DiskTooSmall: both numbers are named.
+    """
+    stats = os.statvfs(folder)
+    available = stats.f_bavail * stats.f_frsize
+    say(
+        f"this needs {needed} more bytes ({approximate_size(needed)}) in {folder}, which has"
+        f" {available} ({approximate_size(available)}) available{more}"
+    )
+    data_file.check_room(folder, needed)
