@@ -24,7 +24,7 @@ PIECE_BYTES = 3 << 20
 PIECE_RECORD_BYTES = 512 << 10
 BUDGET_S = 0.1
 """Seconds of looking per piece."""
-RECORDS_PER_LOOK = 64
+RECORDS_PER_LOOK = 16
 
 _CURSOR = struct.Struct(f">{CHUNK_KEY_BYTES}sQQQ")
 CURSOR_BYTES = _CURSOR.size
