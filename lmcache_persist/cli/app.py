@@ -14,6 +14,7 @@ import typer
 
 from lmcache_persist import __version__
 from lmcache_persist.cli.backup import backup
+from lmcache_persist.cli.bench import bench
 from lmcache_persist.cli.demo import demo
 from lmcache_persist.cli.flush import flush
 from lmcache_persist.cli.inspect import inspect
@@ -27,6 +28,7 @@ from lmcache_persist.cli.reset import reset
 from lmcache_persist.cli.resize import resize
 from lmcache_persist.cli.restore import restore
 from lmcache_persist.cli.serve import serve
+from lmcache_persist.cli.top import top
 from lmcache_persist.cli.verify import verify
 
 app = typer.Typer(
@@ -52,6 +54,8 @@ app.command()(resize)
 app.command()(rebind)
 app.command()(recover)
 app.command()(reset)
+app.command()(top)
+app.command()(bench)
 app.command()(demo)
 
 

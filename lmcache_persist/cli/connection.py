@@ -19,7 +19,9 @@ DEFAULT_TIMEOUT = "10"
 
 
 @contextlib.contextmanager
-def connected(server: str, timeout_s: float, verb: str) -> Iterator[CacheClient]:
+def connected(
+    server: str, timeout_s: float, verb: str, *, kind: str = "cli"
+) -> Iterator[CacheClient]:
     """A client that has heard the server; closed at the end.
 
     Raises:
@@ -31,9 +33,7 @@ def connected(server: str, timeout_s: float, verb: str) -> Iterator[CacheClient]
     # The verb says itself how it ended; the client's own log lines would say it twice.
     logging.getLogger("lmcache_persist").addHandler(logging.NullHandler())
     options = ClientOptions(connect_timeout_s=timeout_s)
-    with CacheClient(
-        server, kind="cli", label=f"lmcache-persist {verb}", options=options
-    ) as client:
+    with CacheClient(server, kind=kind, label=f"lmcache-persist {verb}", options=options) as client:
         client.wait_connected(timeout_s)
         yield client
 

@@ -42,6 +42,12 @@ def write_json(document: Any) -> None:
     write(json.dumps(document, indent=2, allow_nan=False))
 
 
+def write_line(document: Any) -> None:
+    """A document as one line to stdout, at once: for those that come one after the other."""
+    write(json.dumps(document, allow_nan=False))
+    sys.stdout.flush()
+
+
 def say(text: str) -> None:
     """A line to stderr. Never fails: talk is not the result."""
     try:

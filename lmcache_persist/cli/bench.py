@@ -1,0 +1,251 @@
+"""``bench``: a server put to work by an emulated worker, every byte compared."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmcache_persist.cli.connection import connected, seconds
+from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.negotiate import parse_groups
+from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
+from lmcache_persist.cli.plan import positive
+from lmcache_persist.errors import ConfigError, Unbound
+from lmcache_persist.geometry import Group, check_compatible, groups_from_sizes
+from lmcache_persist.units import approximate_size, parse_size
+
+if TYPE_CHECKING:
+    from lmcache_persist.cli.bench_worker import BenchWorker
+    from lmcache_persist.connector import CacheClient
+
+PROMPT_CHUNKS = 16
+_MAX_SHARE = 0.9
+"""Of the capacity: what stays below evicts nobody's objects."""
+
+
+@ending
+def bench(
+    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
+    chunks: Annotated[str, typer.Option(metavar="N", help="Chunks to store and load.")] = "64",
+    object_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of one chunk of one group.")
+    ] = "1MiB",
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="tokens_per_block of each group. [default: one that fits]"
+        ),
+    ] = None,
+    bind: Annotated[
+        bool, typer.Option("--bind", help="Bind an unbound server to --groups, for good.")
+    ] = False,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Also if others' objects may have to go.")
+    ] = False,
+    timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For each answer.")] = "30",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Store, look up and load through a running server, and compare every byte.
+
+    A worker without an engine, under a name and weights of its own: no other model's objects
+    are touched. What it stores stays, as model lmcache-persist-bench, until it is evicted or
+    pruned. Exit code 1 if any byte is wrong.
+
+    Example: lmcache-persist bench --server ipc:///var/lib/kv/server.sock
+
+    Example: lmcache-persist bench --server URL --groups 544,64 --chunks 512 --json
+    """
+    wanted = parse_groups(groups) if groups is not None else None
+    number, nbytes, limit = positive("chunks", chunks), parse_size(object_size), seconds(timeout)
+    if nbytes < 1:
+        raise ConfigError(f"--object-size is {object_size!r}, expected at least one byte")
+    with connected(server, limit, "bench", kind="client") as client:
+        geometry = _geometry(client, wanted, bind=bind, timeout_s=limit)
+        worker = _worker(client, geometry, number, nbytes, limit, evict=evict)
+        document = _run(client, worker, limit)
+    document = {"server": server, **document}
+    if json_output:
+        write_json(document)
+    else:
+        _write_text(document)
+    return ExitCode.OK if document["ok"] else ExitCode.BAD_DATA
+
+
+def _geometry(
+    client: CacheClient, wanted: Sequence[Group] | None, *, bind: bool, timeout_s: float
+) -> tuple[Group, ...]:
+    """The groups to work with, which the server's binding fits.
+
+    Raises:
+        Unbound: the server is not bound, and nobody said that it may be.
+        IncompatibleAlignment: its chunk size does not fit ``wanted``. Found here, so that the
+            server records no rejection.
+    """
+    binding = client.binding
+    if binding is not None:
+        found = tuple(wanted) if wanted else groups_from_sizes([binding.required_alignment])
+        check_compatible(binding.chunk_size, found)
+    elif wanted is None or not bind:
+        raise Unbound(
+            f"server {client.endpoint} is not bound, expected one that is",
+            hint="start an engine first, or give --groups and --bind: that binds it for good",
+        )
+    else:
+        found = tuple(wanted)
+    outcome = client.bind(found, who="lmcache-persist bench", timeout_s=timeout_s)
+    if outcome.outcome == "bound":
+        say(f"note: the server is bound to chunk size {outcome.binding.chunk_size} now")
+    return found
+
+
+def _worker(
+    client: CacheClient,
+    groups: Sequence[Group],
+    chunks: int,
+    object_bytes: int,
+    timeout_s: float,
+    *,
+    evict: bool,
+) -> BenchWorker:
+    """A registered worker whose prompts fit the pool.
+
+    Raises:
+        ConfigError: what it would store may cost others' objects.
+        RegistrationError: the server refuses a chunk of this size.
+    """
+    from lmcache_persist.cli.bench_worker import BenchWorker
+
+    binding = client.binding
+    if binding is None:
+        raise Unbound(f"server {client.endpoint} is not bound any more")
+    members = sum(group.cacheable for group in groups)
+    stats = client.stats(timeout_s)
+    _check_room(stats["disk"], chunks * members * object_bytes, evict=evict)
+    # A quarter of the pool: half of what one client may hold.
+    fitting = stats["pool"]["size_bytes"] // 4 // (members * object_bytes)
+    prompt_chunks = max(1, min(PROMPT_CHUNKS, chunks, fitting))
+    worker = BenchWorker(
+        client,
+        groups,
+        binding.chunk_size,
+        object_bytes=object_bytes,
+        prompts=max(1, chunks // prompt_chunks),
+        prompt_chunks=prompt_chunks,
+        timeout_s=timeout_s,
+    )
+    worker.register()
+    return worker
+
+
+def _check_room(disk: dict[str, Any], wanted_bytes: int, *, evict: bool) -> None:
+    used, capacity = disk["used_bytes"], disk["capacity_bytes"]
+    room = None if used is None else int(_MAX_SHARE * capacity) - used
+    if evict or (room is not None and wanted_bytes <= room):
+        return
+    free = "an unknown part" if room is None else approximate_size(max(0, room))
+    raise ConfigError(
+        f"the bench would store {approximate_size(wanted_bytes)}, of the disk tier's"
+        f" {approximate_size(capacity)} there is {free} to spare: others' objects might be evicted",
+        hint="lower --chunks or --object-size, or give --evict if that does not matter",
+    )
+
+
+def _run(client: CacheClient, worker: BenchWorker, timeout_s: float) -> dict[str, Any]:
+    begin_s = time.monotonic()
+    worker.store()
+    store_s = time.monotonic() - begin_s
+    client.flush(timeout_s)
+    durable_s = time.monotonic() - begin_s
+    worker.load()
+    figures, binding = worker.figures, client.binding
+    return {
+        "ok": figures.mismatches == 0,
+        "run": worker.run,
+        "model": "lmcache-persist-bench",
+        "fingerprint": worker.fingerprint,
+        "chunk_size": binding.chunk_size if binding else None,
+        "chunk_bytes": worker.chunk_bytes,
+        "store": {
+            "bytes": figures.stored_bytes,
+            "seconds": round(store_s, 6),
+            "gib_per_s": _gib_per_s(figures.stored_bytes, sum(figures.store_ms) / 1000),
+            "ms_per_prompt": percentiles(figures.store_ms),
+            "waits_for_disk": figures.waits,
+        },
+        "durable": {
+            "seconds": round(durable_s, 6),
+            "gib_per_s": _gib_per_s(figures.stored_bytes, durable_s),
+        },
+        "lookup": {"count": len(figures.lookup_ms), "ms": percentiles(figures.lookup_ms)},
+        "load": {
+            "bytes": figures.loaded_bytes,
+            "gib_per_s": _gib_per_s(figures.loaded_bytes, figures.load_s),
+            "memory_chunks": figures.memory_chunks,
+            "disk_chunks": figures.disk_chunks,
+            "missing_chunks": figures.missing_chunks,
+        },
+        "restore": {
+            tier: {"bytes": nbytes, "gib_per_s": _gib_per_s(nbytes, seconds_)}
+            for tier, (seconds_, nbytes) in sorted(figures.restore_s.items())
+        },
+        "mismatches": figures.mismatches,
+    }
+
+
+def _gib_per_s(nbytes: int, elapsed_s: float) -> float | None:
+    return round(nbytes / elapsed_s / 2**30, 3) if elapsed_s > 0 else None
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p95, p99 and max by nearest rank; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    found = {
+        f"p{share}": ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)]
+        for share in (50, 95, 99)
+    }
+    return {name: round(value, 3) for name, value in {**found, "max": ordered[-1]}.items()}
+
+
+def _write_text(document: dict[str, Any]) -> None:
+    store, load, lookup = document["store"], document["load"], document["lookup"]
+    rows: list[tuple[str, object, object, object]] = [
+        ("store into memory", store["bytes"], store["gib_per_s"], store["ms_per_prompt"]),
+        ("until durable", store["bytes"], document["durable"]["gib_per_s"], None),
+        ("lookup", None, None, lookup["ms"]),
+        ("load (copies only)", load["bytes"], load["gib_per_s"], None),
+    ]
+    for tier, found in document["restore"].items():
+        rows.append((f"lookup and load, {tier}", found["bytes"], found["gib_per_s"], None))
+    write_table(
+        f"bench of {plain(document['server'])}, chunks of {document['chunk_size']} tokens",
+        ("what", "size", "GiB/s", "p50 ms", "p95 ms", "p99 ms", "max ms"),
+        [_row(*row) for row in rows],
+    )
+    if store["waits_for_disk"]:
+        write(f"stores waited for the disk {store['waits_for_disk']} times: the pool was full")
+    if load["missing_chunks"]:
+        write(f"{load['missing_chunks']} chunks were stored and not found: evicted or dropped")
+    total = load["memory_chunks"] + load["disk_chunks"]
+    wrong = document["mismatches"]
+    verdict = f"{wrong} OBJECTS ARE WRONG" if wrong else "every byte as stored"
+    write(f"{total} chunks compared: {verdict}")
+    say(f"note: what was stored stays, as model {document['model']}, until evicted or pruned")
+
+
+def _row(what: str, size: object, rate: object, times: object) -> list[str]:
+    shown = times if isinstance(times, dict) else {}
+    return [
+        what,
+        approximate_size(size) if isinstance(size, int) else "",
+        "" if rate is None else f"{rate:.2f}",
+        *(
+            "" if name not in shown else f"{shown[name]:.2f}"
+            for name in ("p50", "p95", "p99", "max")
+        ),
+    ]
