@@ -185,6 +185,7 @@ class Stores:
             state.memory.written(job.token, durable=durable)  # type: ignore[arg-type]
         if outcome.seconds is not None:
             state.histograms.group_commit_seconds.observe(outcome.seconds)
+        state.memory.evicted(outcome.evicted)
         counters.disk_evictions += len(outcome.evicted)
         counters.swept_objects += outcome.swept
         self._answer_flushes()

@@ -396,16 +396,28 @@ class MemoryTier:
         self.unwritten_bytes -= ready.nbytes
         if not durable:
             self.dropped += 1
+            ready.entry.queued &= ~ready.mask
         for seq in ready.seqs:
             self.sequence.settle(seq)
         self.unpin(ready.entry)
 
     def load_failed(self, entry: Entry, places: Iterable[Place]) -> None:
-        """Take back slots whose objects could not be read."""
+        """Take back slots whose objects could not be read.
+
+        The disk may have lost all of the chunk: the next commit has what is here written anew.
+        """
+        entry.queued = 0
         for place in places:
             slot = entry.slots.pop(place, None)
             if slot is not None:
                 self.allocator.free(slot.offset)
+
+    def evicted(self, keys: Iterable[ChunkKey]) -> None:
+        """The disk has these chunks no more: the next commit of a group writes all of them."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.queued = 0
 
     def drop(self, entry: Entry) -> None:
         """Forget a chunk that nobody holds, and settle its commits as dropped."""

@@ -11,7 +11,14 @@ from lmcache_persist.errors import LeaseError, SlotNotWritten
 from lmcache_persist.hashing import EXTENT_BYTES
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.base import ChunkKey, Place
-from lmcache_persist.store.memory import PARTIAL_S, REST_S, MemoryTier, Reservation, Writeable
+from lmcache_persist.store.memory import (
+    PARTIAL_S,
+    REST_S,
+    MemoryTier,
+    Reservation,
+    Slot,
+    Writeable,
+)
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
 
@@ -233,8 +240,6 @@ def test_a_part_completed_from_disk_is_settled(tier: Tier) -> None:
     tier.memory.pin(entry)
     offsets = tier.memory.allocate([PAGE])
     assert offsets is not None
-    from lmcache_persist.store.memory import Slot
-
     entry.slots[Place(1, 0)] = Slot(offsets[0], PAGE, ready=True)
     tier.memory.unpin(entry)
     assert tier.sequence.durable_seq == 1
@@ -263,6 +268,37 @@ def test_a_group_whose_chunk_is_on_disk_only_is_written(tier: Tier) -> None:
     late = tier.commit(tier.reserve(key(1), group=1))
     assert late is not None
     assert (late.mask, late.entry.mask()) == (0b10, 0b10)
+
+
+def test_what_the_disk_lost_is_written_with_the_next_commit(tier: Tier) -> None:
+    """An unreadable object takes its chunk from the disk: a commit is durable after a write."""
+    entry = tier.memory.loading(ChunkKey(key(1)), 1, 0b11, tier.now_s)
+    tier.memory.pin(entry)
+    offsets = tier.memory.allocate([PAGE, PAGE])
+    assert offsets is not None
+    entry.slots[Place(0, 0)] = Slot(offsets[0], PAGE, ready=True)
+    entry.slots[Place(0, 1)] = Slot(offsets[1], PAGE)
+    tier.memory.load_failed(entry, [Place(0, 1)])
+    tier.memory.unpin(entry)
+    again = tier.commit(tier.reserve(key(1), group=1))
+    assert again is not None
+    assert again.mask == 0b11
+    assert tier.sequence.durable_seq == 0
+    tier.memory.written(again, durable=True)
+    assert tier.sequence.durable_seq == 1
+
+
+@pytest.mark.parametrize("gone", ["evicted", "not written"])
+def test_what_is_not_on_disk_goes_there_with_a_later_group(tier: Tier, gone: str) -> None:
+    """The disk evicted a chunk, or could not take it: the next group of it brings the rest."""
+    first = tier.commit(tier.reserve(key(1), group=0))
+    assert first is not None
+    tier.memory.written(first, durable=gone == "evicted")
+    if gone == "evicted":
+        tier.memory.evicted([ChunkKey(key(1)), ChunkKey(key(2))])
+    late = tier.commit(tier.reserve(key(1), group=1))
+    assert late is not None
+    assert late.mask == 0b11
 
 
 @pytest.mark.parametrize("refused", [True, False])
