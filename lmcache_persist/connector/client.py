@@ -218,23 +218,28 @@ class CacheClient(WaitingCalls):
     def commit(self, reservations: Sequence[int]) -> Future[Committed]:
         """The slots of these reservations are written.
 
+        If nobody hears that, the slots are given back once the server is: it would keep
+        them for as long as this process lives.
+
         Durable: nothing yet; what has a sequence number up to :attr:`durable_seq` is.
         """
         self._check_process()
-        numbers = list(reservations)
-        return self._future(
+        session_id, numbers = self._session_id(), list(reservations)
+        future = self._future(
             lambda link: Commit(**link.header(), reservations=numbers), Committed, self._note_seq
         )
+
+        def given_up(done: Future[Committed]) -> None:
+            if done.exception() is not None:
+                self._owe_back(session_id, numbers)
+
+        future.add_done_callback(given_up)
+        return future
 
     def give_back(self, reservations: Sequence[int]) -> None:
         """These reservations will not be used. Never fails; said later if need be."""
         self._check_process()
-        link, numbers = self._session.link, list(reservations)
-        session_id = link.session if link else self._session.last_session_id
-        if numbers:
-            self._session.owe(
-                session_id, lambda now: GiveBack(**now.header(), reservations=numbers)
-            )
+        self._owe_back(self._session_id(), list(reservations))
 
     def pool(self, boot_id: str) -> PoolMap | None:
         """The mapped pool of the server of that boot, None if it was never mapped or is let go."""
@@ -278,8 +283,16 @@ class CacheClient(WaitingCalls):
         return reply
 
     def _give_back_late(self, session_id: str, reply: Reply) -> None:
-        if isinstance(reply, Reserved) and reply.grants:
-            numbers = [grant.reservation for grant in reply.grants]
+        if isinstance(reply, Reserved):
+            self._owe_back(session_id, [grant.reservation for grant in reply.grants])
+
+    def _session_id(self) -> str:
+        """The session's, or the last one's while there is no server."""
+        link = self._session.link
+        return link.session if link else self._session.last_session_id
+
+    def _owe_back(self, session_id: str, numbers: list[int]) -> None:
+        if numbers:
             self._session.owe(
                 session_id, lambda now: GiveBack(**now.header(), reservations=numbers)
             )

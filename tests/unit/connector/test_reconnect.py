@@ -250,6 +250,24 @@ def test_same_server_renews_the_session(serve: Serve, connect: Connect) -> None:
     assert server.sessions == [session]
 
 
+@pytest.mark.parametrize("sent", [True, False])
+def test_slots_of_an_unheard_commit_are_given_back(
+    serve: Serve, connect: Connect, sent: bool
+) -> None:
+    """Lost on the way, or never sent for want of a server: the slots do not stay reserved."""
+    server = serve()
+    client = bound_worker(connect)
+    session = server.sessions[0]
+    server.hang()
+    if not sent:
+        assert client.commit([]).exception(20) is not None
+        wait_until(lambda: client.breaker_open, "breaker opens")
+    assert client.commit([7]).exception(20) is not None
+    server.resume()
+    heard = wait_until(lambda: server.got(protocol.GiveBack), "they are given back")
+    assert (heard[0].reservations, heard[0].session) == ([7], session)
+
+
 def test_debts_to_a_dead_server_are_forgotten(serve: Serve, connect: Connect) -> None:
     """What a dead server was owed is not said to the next one."""
     first = serve()
