@@ -313,7 +313,7 @@ class StoreSuite:
         kept = [chunk(number, MIB) for number in range(20)]
         tier.write(kept)
         report = tier.write([ChunkWrite(key(99), {Place(0, 0): bytes(nbytes)}), chunk(98)])
-        assert [name for name, _ in report.dropped] == [key(99)]
+        assert [one.key for one in report.dropped] == [key(99)]
         assert (report.written, report.evicted) == ([key(98)], [])
         assert "capacity" in report.dropped[0].reason
         assert_reads_back(tier, kept)
@@ -330,7 +330,7 @@ class StoreSuite:
         """What is reported as written is there, what is not is not."""
         batch = [chunk(number, MIB) for number in range(100)]
         report = tier.write(batch)
-        assert set(report.written) | {name for name, _ in report.dropped} == {
+        assert set(report.written) | {one.key for one in report.dropped} == {
             write.key for write in batch
         }
         assert len(report.written) > 30
@@ -345,7 +345,7 @@ class StoreSuite:
         report = tier.write(
             [ChunkWrite(key(1), {Place(0, 0): b""}), ChunkWrite(key(2), {}), chunk(3)]
         )
-        assert [name for name, _ in report.dropped] == [key(1), key(2)]
+        assert [one.key for one in report.dropped] == [key(1), key(2)]
         assert report.written == [key(3)]
 
     def test_read_of_what_was_dropped(self, tier: DiskTier) -> None:

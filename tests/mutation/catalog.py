@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "reset-without-mark",
         "lmcache_persist/server/reset.py",
-        "        _mark(paths)\n",
+        "        mark(paths)\n",
         "",
         (REBIND_CRASH + "test_a_reset_is_all_or_nothing",),
     ),

@@ -81,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
         report = self.real.write(batch)
         written = set(report.written)
         assert not written & set(report.evicted)
-        assert written | {name for name, _ in report.dropped} == {write.key for write in batch}
+        assert written | {one.key for one in report.dropped} == {write.key for write in batch}
         self.gone(report.evicted, {write.key for write in batch})
         oracle_report = self.oracle.write([write for write in batch if write.key in written])
         assert set(oracle_report.written) == written
