@@ -152,6 +152,20 @@ MUTATIONS = (
         "BYTES_PER_SAMPLE = 64 << 10",
         _WEIGHTS,
     ),
+    Mutation(
+        "neighbour-s-sample-not-read",
+        _HERE + "weights.py",
+        "            end = max(end, stop)\n",
+        "",
+        _WEIGHTS,
+    ),
+    Mutation(
+        "ranges-without-a-bound",
+        _HERE + "weights.py",
+        "if at <= end and stop - begin <= MAX_RANGE_BYTES:",
+        "if at <= end:",
+        _WEIGHTS,
+    ),
     _without(
         "weights-without-names",
         "weights.py",

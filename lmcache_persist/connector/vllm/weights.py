@@ -34,17 +34,21 @@ MAX_HEADER_BYTES = 100 << 20
 MAX_SMALL_FILE_BYTES = 256 << 20
 """Bytes of a file that is digested whole."""
 
+MAX_RANGE_BYTES = 64 << 10
+"""Bytes that neighbouring samples are read in one go for: a tensor's tail and the next one's
+head lie side by side."""
+
 READ_AHEAD = 1024
-"""Samples that are asked of the disk before the first of them is read.
+"""Ranges that are asked of the disk before the first of them is read.
 
 Source: measured on ext4, 4000 cold samples: 0.5 s one by one, 0.08 s asked for ahead.
 """
 
-_DIGEST_LABEL = b"lmcache-persist weights 2"
+_DIGEST_LABEL = b"lmcache-persist weights 3"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Range = tuple[int, int]
-"""Offset in a file and length, bytes."""
+"""Where bytes of a file begin and end."""
 
 
 def snapshot_commit(folder: Path) -> str | None:
@@ -126,19 +130,46 @@ def _add_file(digest: Any, path: Path) -> None:
         _add(digest, struct.pack("<Q", size_bytes))
         _add(digest, header)
         extents = _extents(header, size_bytes - 8 - header_bytes)
-        for batch in _batches(_samples(extents, 8 + header_bytes)):
-            for offset, num_bytes in batch:
-                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-            for offset, num_bytes in batch:
-                _add(digest, _read(fd, num_bytes, offset))
+        # File size and header say which ranges these are, so their bytes need no frame.
+        for batch in _batches(_ranges(_samples(extents, 8 + header_bytes))):
+            for begin, end in batch:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            digest.update(_read_batch(fd, batch))
     finally:
         os.close(fd)
+
+
+def _ranges(samples: Iterable[Range]) -> Iterator[Range]:
+    """Samples in the order of the file, those side by side as one range."""
+    begin, end = 0, -1
+    for at, stop in sorted(samples):
+        if at <= end and stop - begin <= MAX_RANGE_BYTES:
+            end = max(end, stop)
+            continue
+        if begin < end:
+            yield begin, end
+        begin, end = at, stop
+    if begin < end:
+        yield begin, end
 
 
 def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
     source = iter(ranges)
     while batch := list(islice(source, READ_AHEAD)):
         yield batch
+
+
+def _read_batch(fd: int, batch: Sequence[Range]) -> bytearray:
+    """The bytes of ranges, one after the other."""
+    data = bytearray(sum(end - begin for begin, end in batch))
+    view, at = memoryview(data), 0
+    for begin, end in batch:
+        num_bytes = end - begin
+        found = os.preadv(fd, (view[at : at + num_bytes],), begin)
+        if found != num_bytes:
+            raise ValueError(f"{found} of {num_bytes} bytes at offset {begin}")
+        at += num_bytes
+    return data
 
 
 def _read(fd: int, num_bytes: int, offset: int) -> bytes:
@@ -148,9 +179,9 @@ def _read(fd: int, num_bytes: int, offset: int) -> bytes:
     return data
 
 
-def _extents(header: bytes, data_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of every tensor, in the order of their names."""
-    for name, tensor in sorted(json.loads(header).items()):
+def _extents(header: bytes, data_bytes: int) -> Iterator[Range]:
+    """Begin and end of every tensor."""
+    for name, tensor in json.loads(header).items():
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
@@ -160,11 +191,11 @@ def _extents(header: bytes, data_bytes: int) -> Iterator[tuple[int, int]]:
             yield begin, end
 
 
-def _samples(extents: Iterable[tuple[int, int]], data_at: int) -> Iterator[Range]:
+def _samples(extents: Iterable[Range], data_at: int) -> Iterator[Range]:
     for begin, end in extents:
         length = min(SAMPLE_BYTES, end - begin)
         for at in _sample_offsets(end - begin):
-            yield data_at + begin + at, length
+            yield data_at + begin + at, data_at + begin + at + length
 
 
 def _sample_offsets(tensor_bytes: int) -> list[int]:
