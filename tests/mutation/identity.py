@@ -309,6 +309,13 @@ MUTATIONS = (
         _NAMESPACE,
     ),
     Mutation(
+        "trainer-s-weights-shared",
+        _HERE + "connector.py",
+        "if vllm_config.weight_transfer_config is not None:",
+        "if False:",
+        _NAMESPACE,
+    ),
+    Mutation(
         "held-blocks-not-asked-for",
         _HERE + "connector.py",
         "pool.num_gpu_blocks - pool.get_num_free_blocks() == 1",

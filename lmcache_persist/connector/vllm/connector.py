@@ -131,6 +131,9 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
             check_identifiable(vllm_config)
         except IdentityUnknown as error:
             self._scheduler.stop(str(error))
+        if vllm_config.weight_transfer_config is not None:
+            # Weights come from a trainer, and no call tells a connector when.
+            self._scheduler.start_private_namespace(blocks_are_free=True)
 
     # ---- properties of the connector -----------------------------------------------
 

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from lmcache_persist.connector.vllm import PersistConnector
+from lmcache_persist.connector.vllm import PersistConnector, connector
 from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.hashing import ChunkHasher
 from support.scheduler_sides import CHUNK, Side, hashes
-from support.vllm_fakes import binding, request, step
+from support.vllm_fakes import FakeClient, binding, request, step
 
 
 def asked(side: Side, one: Any) -> list[bytes]:
@@ -152,6 +155,33 @@ def test_root_of_a_private_chain_is_another_one() -> None:
     shared, private = ChunkHasher(CHUNK), ChunkHasher(CHUNK, b"n" * 32)
     assert ChunkHasher(CHUNK, b"").root == shared.root
     assert len({shared.root, private.root, ChunkHasher(CHUNK, b"m" * 32).root}) == 3
+
+
+@pytest.mark.parametrize("transfer", [None, SimpleNamespace(backend="nccl")])
+def test_engine_that_gets_its_weights_from_a_trainer_is_private(
+    transfer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its start, since nothing tells a connector when they come."""
+    client = FakeClient(binding(CHUNK))
+    monkeypatch.setattr(connector, "start_client", lambda *_, **__: client)
+    monkeypatch.setattr(connector, "check_identifiable", lambda _: None)
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e", kv_connector_extra_config={"persist.server": "ipc:///s"}
+        ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, rank=0),
+        model_config=SimpleNamespace(model="m"),
+        cache_config=SimpleNamespace(block_size=4),
+        lora_config=None,
+        ec_transfer_config=None,
+        weight_transfer_config=transfer,
+    )
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    groups = KVCacheConfig(8, [], [KVCacheGroupSpec(["l"], spec)])
+    made = PersistConnector(config, KVConnectorRole.SCHEDULER, groups)
+    one = request()
+    made.on_new_request(one)
+    assert (client.handles[0].hashes == hashes(one)[:3]) is (transfer is None)
 
 
 @pytest.mark.parametrize(("free_blocks", "success"), [(8, False), (9, True)])
