@@ -27,9 +27,9 @@ from support.engines import (
     assert_same,
     check_failed_load,
     closeness,
+    wait_registered,
     warm_up,
 )
-from support.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {"block_size": None, "dtype": "bfloat16"}
 PROMPTS = {
@@ -169,10 +169,7 @@ def check_states_that_the_server_lost(
     server.kill()
     other = start.server(folder / "other", "--listen", server.url)
 
-    def known() -> bool:
-        return any(one["fingerprint"] for one in other.inspect()["server"]["engines"])
-
-    wait_until(known, "the engine is registered with the new server")
+    wait_registered(other)
     loaded = engine.call("counters")["load_tokens"]
     own = ask(engine, prompt)
     assert own["cached_tokens"] == 1280

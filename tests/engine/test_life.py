@@ -21,7 +21,7 @@ from lmcache_persist.demo.server import ServerProcess
 from support.crowds import assert_nothing_is_held, check_aborts
 from support.engines import (
     IN_PROCESS,
-    OWN_PROCESS,
+    TWO_RANKS,
     Starter,
     ask,
     ask_uncached,
@@ -153,12 +153,7 @@ def test_rank_that_cannot_load(start: Starter, tmp_path: Path) -> None:
         server,
         block_size=32,
         tensor_parallel_size=2,
-        env={
-            **OWN_PROCESS,
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            # The test's own function is sent to the workers.
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        },
+        env=TWO_RANKS,
     ).wait_ready()
     prompt = make_prompt(1500, seed=111)
     cold = ask(engine, prompt)

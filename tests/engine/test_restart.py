@@ -7,12 +7,14 @@ from typing import Any
 from lmcache_persist.demo.model import make_prompt
 from support.engines import (
     OWN_PROCESS,
+    TWO_RANKS,
     Starter,
     Stored,
     ask,
     ask_uncached,
     assert_same,
     check_failed_load,
+    wait_registered,
     warm_up,
 )
 
@@ -86,10 +88,7 @@ def test_engine_core_in_its_own_process(stored: Stored, start: Starter) -> None:
 
 def test_tensor_parallel_engine_has_a_cache_of_its_own(stored: Stored, start: Starter) -> None:
     """Two ranks share nothing with one, and restore both of their parts after a kill."""
-    options = {
-        "tensor_parallel_size": 2,
-        "env": {**OWN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    }
+    options = {"tensor_parallel_size": 2, "env": TWO_RANKS}
     server = start.server(stored.data_dir)
     engine = start.engine(server, **options).wait_ready()
     cold = ask(engine, LONG)
@@ -104,6 +103,25 @@ def test_tensor_parallel_engine_has_a_cache_of_its_own(stored: Stored, start: St
     assert_same(warm, cold)
     # Two chunks of two ranks: as many as no other model here has.
     assert 4 in [one["objects"] for one in server.inspect()["models"]]
+
+
+def test_pipeline_stages_restore_their_own_layers(stored: Stored, start: Starter) -> None:
+    """Two stages share nothing with one rank; a new server has both parts, from disk."""
+    server = start.server(stored.data_dir)
+    engine = start.engine(server, pipeline_parallel_size=2, env=TWO_RANKS).wait_ready()
+    engine.call("make_stage_buffers")
+    cold = ask(engine, LONG)
+    assert cold["cached_tokens"] == 0
+    server.flush()
+    server.kill()
+    server = start.server(stored.data_dir)
+    wait_registered(server)
+    assert engine.call("reset_prefix_cache")
+    warm = ask(engine, LONG)
+    assert warm["cached_tokens"] == 1088
+    for one in (cold, warm):
+        assert_same(one, stored.expected["1500 tokens"])
+    assert server.inspect()["server"]["counters"]["disk_hit_chunks"] == 2
 
 
 def test_other_dtype_never_sees_this_one_s_bytes(stored: Stored, start: Starter) -> None:

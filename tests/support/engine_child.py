@@ -162,6 +162,10 @@ class TestEngine(engine_child.Engine):
             if one.name.startswith("vllm:persist_") and hasattr(one, "value")
         }
 
+    def make_stage_buffers(self) -> None:
+        """Do for pipeline stages what vLLM 0.32 leaves out on a CPU: nothing could be received."""
+        self._llm.collective_rpc(_make_stage_buffers)
+
     def break_loads(self, broken: bool) -> None:
         """Have an in-process worker lose sight of every pool, or find them again."""
         _break_loads(None, 0, broken)
@@ -184,6 +188,13 @@ class TestEngine(engine_child.Engine):
 
         groups = get_kv_transfer_group()._worker._groups
         return [index for index, group in enumerate(groups) if group.kind == kind]
+
+
+def _make_stage_buffers(worker: Any) -> None:
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 def _break_loads(_: object, rank: int, broken: bool) -> None:

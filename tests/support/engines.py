@@ -13,9 +13,16 @@ from typing import Any
 from lmcache_persist.demo.engine import EngineProcess
 from lmcache_persist.demo.model import make_prompt
 from lmcache_persist.demo.server import ServerProcess
+from support.waiting import wait_until
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+TWO_RANKS = {
+    **OWN_PROCESS,
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    # A test's own functions are sent to the workers.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
 PYTHONPATH = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 )
@@ -133,6 +140,15 @@ def assert_right(
     right = ask_uncached(engine, prompt) if expected is None else expected
     assert_same(result, right)
     return right
+
+
+def wait_registered(server: ServerProcess) -> None:
+    """Wait until a living engine has found a new server, with all of its ranks."""
+
+    def registered() -> bool:
+        return any(one["fingerprint"] for one in server.inspect()["server"]["engines"])
+
+    wait_until(registered, "an engine is registered", 60.0)
 
 
 @contextmanager
