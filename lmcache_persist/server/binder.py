@@ -113,6 +113,7 @@ class Binder:
         self._state = state
         self._recording = 0
         self._refusals: dict[str, Throttle] = {}
+        self._trouble, self._failed = Throttle(log), Throttle(log)
 
     def bind(self, message: protocol.Bind, answer: Answer) -> None:
         """Bind, find compatible, or refuse."""
@@ -180,11 +181,11 @@ class Binder:
         try:
             binding = done.result()
         except PersistError as error:
-            log.error("bind failed: %s", error)
+            self._failed.error(f"bind failed: {error}")
             answer(error)
             return None
         except OSError as error:
-            log.error("bind failed: %s", error)
+            self._failed.error(f"bind failed: {error}")
             answer(StoreIOError(f"bind failed: {error}", hint="mend the disk, then try again"))
             return None
         if self._state.binding is None:
@@ -307,4 +308,4 @@ class Binder:
         self._recording -= 1
         error = done.exception()
         if error is not None:
-            log.error("manifest: %s", error)
+            self._trouble.error(f"a refusal is not recorded: {error}")

@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable
 
 import zmq
@@ -57,6 +58,7 @@ class Loop:
         self._running = True
         self._socket_path = ""
         self._bad_messages, self._long_turns = Throttle(log), Throttle(log)
+        self._defects: dict[tuple[str, int], Throttle] = {}
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -182,9 +184,17 @@ class Loop:
         """Run ``action``; a defect of ours costs this message, not the server."""
         try:
             action()
-        except Exception:  # the loop's last line: logged with its traceback, counted
+        except Exception as error:  # noqa: BLE001 - the last line: logged with its trace, counted
             self._state.counters.defects += 1
-            log.exception("defect in the server; please report it")
+            # Per place in the code: one that comes with every message hides no other.
+            said = self._defects.setdefault(_place(error), Throttle(log))
+            said.error("defect in the server; please report it", trace=True)
+
+
+def _place(error: Exception) -> tuple[str, int]:
+    """Where in the code it was raised."""
+    *_, frame = traceback.walk_tb(error.__traceback__)
+    return frame[0].f_code.co_filename, frame[1]
 
 
 def _clear_socket(path: str) -> None:

@@ -24,17 +24,23 @@ from lmcache_persist.errors import (
 )
 from lmcache_persist.geometry import Group
 from lmcache_persist.identity import Fingerprint
+from lmcache_persist.printable import short
 from lmcache_persist.server.binder import Binder
-from lmcache_persist.server.metrics import Traffic
+from lmcache_persist.server.metrics import MAX_NAME_CHARS, Traffic
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, sendable
+from lmcache_persist.store import capacity
 from lmcache_persist.store.allocator import slot_bytes
+from lmcache_persist.store.base import Place
 from lmcache_persist.store.throttle import Throttle
+from lmcache_persist.units import format_size
 
 log = logging.getLogger(__name__)
 
 MAX_ENGINES = 1024
+ENGINES_SAID = 64
+"""Log lines for engines that register, per 30 s."""
 
 RECORD_AGAIN_S = 30.0
 """Seconds after which the manifest is told again of models that it could not take."""
@@ -86,6 +92,7 @@ class Registry:
         self._engines: dict[str, Engine] = {}
         self._unrecorded: dict[Fingerprint, Callable[[], None]] = {}
         self._failures = Throttle(log)
+        self._registered = Throttle(log, burst=ENGINES_SAID)
 
     def all(self) -> list[Engine]:
         """The engines, for reports."""
@@ -128,6 +135,7 @@ class Registry:
         engine = self._engine_for(message, claimed, groups)
         ranks = {**engine.ranks, message.rank: rank}
         self._check_size(engine, ranks)
+        self._check_capacity(engine, rank)
         engine.ranks = ranks
         self._engines[engine.name] = engine
         if not engine.missing_ranks:
@@ -186,6 +194,24 @@ class Registry:
                 pool_bytes=self._state.pool.size_bytes,
             )
 
+    def _check_capacity(self, engine: Engine, rank: Rank) -> None:
+        """Refuse chunks that the disk tier can never take, were all ranks like this one."""
+        disk_bytes = self._state.disk.capacity_bytes
+        budget = capacity.PageBudget.of(disk_bytes)
+        sizes = {
+            Place(0, group): nbytes for group, nbytes in enumerate(rank.object_bytes) if nbytes
+        }
+        expected = capacity.chunk_pages(sizes) * engine.world_size * budget.page_bytes
+        allowed = budget.largest_chunk * budget.page_bytes
+        if expected > allowed:
+            raise ChunkTooLarge(
+                f"one chunk over all groups and ranks takes {expected} bytes on disk, more than the"
+                f" {allowed} that a capacity of {disk_bytes} allows",
+                hint=f"give the server more than its --capacity of {format_size(disk_bytes)}",
+                chunk_bytes=expected,
+                capacity_bytes=disk_bytes,
+            )
+
     def _complete(self, engine: Engine) -> None:
         # With the sizes: whoever shares objects agrees on how long they are.
         layouts = [
@@ -194,12 +220,10 @@ class Registry:
         ]
         groups = [group.to_json() for group in engine.groups]
         engine.fingerprint = identity.fingerprint(engine.identity, groups, layouts)
-        log.info(
-            "engine %s registered: model %s, fingerprint %s, %d rank(s)",
-            engine.name,
-            str(engine.identity["model"])[:200],
-            engine.fingerprint[:12],
-            engine.world_size,
+        self._registered.info(
+            f"engine {short(engine.name, MAX_NAME_CHARS)} registered: model"
+            f" {short(engine.identity['model'], MAX_NAME_CHARS)}, fingerprint"
+            f" {engine.fingerprint[:12]}, {engine.world_size} rank(s)"
         )
         state, at, fingerprint = self._state, utc_now(), engine.fingerprint
         alignment = geometry.required_alignment(engine.groups)

@@ -20,12 +20,15 @@ from lmcache_persist.server.metrics import Traffic
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import client_is_dead
 from lmcache_persist.store.pool import remove_dead_clients
+from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 4096
 MAX_SESSIONS_PER_LOCK = 256
 LOCKLESS_SILENCE_S = 120.0
+DEAD_SAID = 64
+"""Log lines for clients that died, per 30 s."""
 SWEEP_EVERY_S = 30.0
 """Seconds between looks for lock files whose processes ended after saying bye, or unheard of."""
 
@@ -70,6 +73,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._by_lock: dict[str, dict[str, Session]] = {}
         self._swept_s = time.monotonic()
+        self._unseen, self._gone = Throttle(log), Throttle(log, burst=DEAD_SAID)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -168,7 +172,7 @@ class Sessions:
         try:
             return client_is_dead(self._state.pool.paths.client_lock(lock))
         except OSError as error:
-            log.warning("client lock %s cannot be looked at: %s", lock, error.strerror)
+            self._unseen.warning(f"client lock {lock} cannot be looked at: {error.strerror}")
             return False
 
     def _welcome(self, session: Session, version: int) -> protocol.Welcome:
@@ -225,7 +229,8 @@ class Sessions:
             if session.lock not in dead_locks:
                 dead_locks[session.lock] = self._is_dead(session.lock)
             if dead_locks[session.lock]:
-                log.info("client %s (%s) is gone", session.label or session.token, session.kind)
+                name = session.label or session.token
+                self._gone.info(f"client {name} ({session.kind}) is gone")
                 self._state.counters.dead_clients += 1
                 self.end(session)
         for lock, dead in dead_locks.items():

@@ -141,6 +141,15 @@ def test_a_chunk_larger_than_half_the_pool_is_refused(make_server: MakeServer) -
             engine.join()
 
 
+def test_a_chunk_that_no_disk_tier_of_this_size_takes_is_refused(make_server: MakeServer) -> None:
+    """Registration, not every store for ever, says that the capacity is too small."""
+    server = make_server(pool_size="64MiB", capacity="16MiB").start()
+    with EmulatedEngine(server.url, [256, 256], object_bytes=7 << 20, options=PATIENT) as engine:
+        with pytest.raises(ChunkTooLarge, match="--capacity of 16MiB"):
+            engine.join()
+    assert inspect(server.data_dir)["rejections"][0]["reason"] == "chunk_too_large"
+
+
 @pytest.fixture
 def small_mount(root: Path) -> Iterator[Path]:
     """A tmpfs of 64 MiB."""

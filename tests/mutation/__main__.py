@@ -17,7 +17,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutation import catalog, client, connector_vllm, crashes, hostile, hybrid, identity, stalls
+from mutation import (
+    catalog,
+    client,
+    connector_vllm,
+    crashes,
+    hostile,
+    hybrid,
+    identity,
+    stalls,
+    watch,
+)
 from mutation.catalog import Mutation
 
 MUTATIONS = (
@@ -29,6 +39,7 @@ MUTATIONS = (
     *hybrid.MUTATIONS,
     *identity.MUTATIONS,
     *stalls.MUTATIONS,
+    *watch.MUTATIONS,
 )
 PROJECT = Path(__file__).parents[2]
 TIMEOUT_S = 600

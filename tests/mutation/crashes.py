@@ -99,8 +99,8 @@ MUTATIONS = (
     Mutation(
         "a-line-for-each-model",
         _STORE + "throttle.py",
-        "self._last_s is not None and",
-        "False and",
+        "if self._said >= self._burst:",
+        "if self._said < 0:",
         (_FULL + "test_a_full_disk_says_little", "tests/unit/store/test_throttle.py"),
     ),
     Mutation(

@@ -61,8 +61,8 @@ MUTATIONS = (
     Mutation(
         "odd-lock-ends-the-round",
         _SERVER + "sessions.py",
-        '        except OSError as error:\n            log.warning("client lock %s',
-        '        except ZeroDivisionError as error:\n            log.warning("client lock %s',
+        "        except OSError as error:\n            self._unseen.warning(",
+        "        except ZeroDivisionError as error:\n            self._unseen.warning(",
         (_SESSIONS + "test_a_lock_that_cannot_be_looked_at",),
     ),
     Mutation(
