@@ -39,7 +39,7 @@ MIN_ANSWER_S = 1.0
 @ending
 def top(
     data_dir: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="A server's data dir.")
+        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
     ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
