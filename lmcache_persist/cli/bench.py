@@ -89,13 +89,13 @@ def _geometry(
     if binding is not None:
         found = tuple(wanted) if wanted else groups_from_sizes([binding.required_alignment])
         check_compatible(binding.chunk_size, found)
-    elif wanted is None or not bind:
+        return found
+    if wanted is None or not bind:
         raise Unbound(
             f"server {client.endpoint} is not bound, expected one that is",
             hint="start an engine first, or give --groups and --bind: that binds it for good",
         )
-    else:
-        found = tuple(wanted)
+    found = tuple(wanted)
     outcome = client.bind(found, who="lmcache-persist bench", timeout_s=timeout_s)
     if outcome.outcome == "bound":
         say(f"note: the server is bound to chunk size {outcome.binding.chunk_size} now")

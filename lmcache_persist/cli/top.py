@@ -24,8 +24,9 @@ from lmcache_persist.datadir import read_holder
 from lmcache_persist.errors import (
     ConfigError,
     DataDirUnusable,
-    PersistError,
     ServerUnreachable,
+    Stale,
+    TransportError,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:
     """One document per interval; never ends by itself."""
     before: dict[str, Any] | None = None
     answer_s = max(interval_s, MIN_ANSWER_S)
-    with contextlib.suppress(PersistError):
+    with contextlib.suppress(TransportError, Stale):
         before = client.stats(answer_s)
     next_s = time.monotonic()
     while True:
@@ -116,10 +117,11 @@ def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:
         }
         try:
             now = client.stats(answer_s)
+        except (TransportError, Stale) as error:
+            yield {**document, "connected": False, "error": error_document(error)}
+        else:
             yield {**document, "connected": True, **compare(before, now)}
             before = now
-        except PersistError as error:
-            yield {**document, "connected": False, "error": error_document(error)}
 
 
 @contextlib.contextmanager

@@ -94,8 +94,8 @@ MUTATIONS = (
     Mutation(
         "bench-binds-in-silence",
         "lmcache_persist/cli/bench.py",
-        "    elif wanted is None or not bind:",
-        "    elif wanted is None:",
+        "    if wanted is None or not bind:",
+        "    if wanted is None:",
         (_WATCH + "test_bench_binds_nothing_unless_told",),
     ),
     Mutation(

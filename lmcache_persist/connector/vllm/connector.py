@@ -157,8 +157,8 @@ class PersistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PersistStats:
-        """A report as it arrived in vLLM's logger."""
-        return PersistStats(data)
+        """A report as it arrived in vLLM's logger; a copy, for others read the same dict."""
+        return PersistStats({part: dict(values) for part, values in (data or {}).items()})
 
     @classmethod
     def build_prom_metrics(
