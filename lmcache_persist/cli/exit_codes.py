@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     OK = 0
     """Done."""
     BAD_DATA = 1
-    """``verify`` found something bad."""
+    """``verify`` found something bad, or ``bench`` loaded other bytes than it stored."""
     REFUSED_INPUT = 2
     """A flag, setting, geometry or usage is refused."""
     REFUSED_BIND = 3
