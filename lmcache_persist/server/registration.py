@@ -63,6 +63,7 @@ class Engine:
     Attributes:
         fingerprint: empty until all ranks are there.
         traffic: what it did since it registered.
+        model_traffic: what all engines of its model did; None before it is complete.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Engine:
     ranks: dict[int, Rank] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    model_traffic: Traffic | None = None
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -220,6 +222,7 @@ class Registry:
         ]
         groups = [group.to_json() for group in engine.groups]
         engine.fingerprint = identity.fingerprint(engine.identity, groups, layouts)
+        engine.model_traffic = self._state.counters.of_model(engine.identity["model"])
         self._registered.info(
             f"engine {short(engine.name, MAX_NAME_CHARS)} registered: model"
             f" {short(engine.identity['model'], MAX_NAME_CHARS)}, fingerprint"

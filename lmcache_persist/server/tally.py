@@ -68,6 +68,6 @@ class Tally:
 
     def _traffic(self, lookup: Lookup) -> tuple[Traffic, ...]:
         engine = lookup.engine
-        if engine.fingerprint is None:
+        if engine.model_traffic is None:
             return (engine.traffic,)
-        return engine.traffic, self._state.counters.of_model(engine.identity["model"])
+        return engine.traffic, engine.model_traffic

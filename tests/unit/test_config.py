@@ -133,6 +133,7 @@ def test_a_base_chunk_size_in_digits_is_taken_as_written(
         ("shutdown_timeout", "99999", "3600"),
         ("durability", "fast", "relaxed"),
         ("log_level", "loud", "debug"),
+        ("log_format", "yaml", "json"),
         ("group", "no-such-group-here", "existing group"),
         ("http", "9090", "HOST:PORT"),
         ("http", "::1:9090", "HOST:PORT"),
