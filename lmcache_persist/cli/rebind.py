@@ -10,7 +10,7 @@ import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.output import ending, write, write_json
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
 
@@ -38,6 +38,7 @@ def rebind(
         positive("chunk-size", chunk_size),
         confirmation("rebind", yes=yes),
         max_chunk_size=positive("max-chunk-size", max_chunk_size),
+        say=lambda text: say(plain(text)),
     )
     if json_output:
         write_json({"binding": binding.summary()})

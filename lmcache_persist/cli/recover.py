@@ -8,25 +8,32 @@ from typing import Annotated
 
 import typer
 
+from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.output import ending, plain, write, write_json
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
 
 
 @ending
 def recover(
     data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a manifest anew that is absent, unreadable or unbound, while no server runs.
 
     The store's stamp holds the whole binding. A manifest that cannot be read is moved
-    aside; one that is good and says something else is refused. Nothing stored is lost.
+    aside, which it asks about; one that is good and says something else is refused.
+    Nothing stored is lost.
 
     Example: lmcache-persist recover /var/lib/kv
     """
     from lmcache_persist.server.recover import recover as carry_out
 
-    done = carry_out(Path(os.path.abspath(os.path.expanduser(data_dir))))
+    done = carry_out(
+        Path(os.path.abspath(os.path.expanduser(data_dir))),
+        confirmation("recover", yes=yes),
+        say=lambda text: say(plain(text)),
+    )
     if json_output:
         write_json({"done": done})
     else:

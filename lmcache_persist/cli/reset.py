@@ -10,7 +10,7 @@ import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.output import ending, plain, write, write_json
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.shm import DEFAULT_POOL_DIR
 
 
@@ -32,6 +32,7 @@ def reset(
     """
     from lmcache_persist.server.reset import reset as carry_out
 
+    say("reset needs no more room on the disk")
     removed = carry_out(
         Path(os.path.abspath(os.path.expanduser(data_dir))),
         confirmation("reset", yes=yes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from lmcache_persist.store.base import Usage
 from lmcache_persist.units import approximate_size
 
 MAX_MODELS = 20
@@ -13,6 +14,11 @@ MAX_MODELS = 20
 def amount(objects: int, nbytes: int) -> str:
     """Objects and their size."""
     return f"{objects} objects ({approximate_size(nbytes)})"
+
+
+def rows_of(usage: Usage) -> list[tuple[str, int, int]]:
+    """Fingerprint, objects and bytes of each model in a store."""
+    return [(name, used.objects, used.bytes) for name, used in usage.by_fingerprint.items()]
 
 
 def per_model(

@@ -18,13 +18,14 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import AlignmentTooLarge, StoreDamaged, Unbound
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server.losses import amount, per_model, rows_of
 from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
 from lmcache_persist.server.recovery import Found, StoreState
+from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
 from lmcache_persist.server.state import utc_now
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import OfflineStore
-from lmcache_persist.units import approximate_size
 
 
 def rebind(
@@ -33,6 +34,7 @@ def rebind(
     confirm: Confirm,
     *,
     max_chunk_size: int = geometry.DEFAULT_MAX_CHUNK_SIZE,
+    say: Say = lambda text: None,
 ) -> Binding:
     """Bind a data dir to another chunk size; what is stored becomes stale.
 
@@ -41,6 +43,7 @@ def rebind(
         chunk_size: tokens.
         confirm: called once all checks have passed, before anything is changed.
         max_chunk_size: tokens; larger ones are refused, as a server would.
+        say: told the room that is needed, before anything is changed.
 
     Returns:
         The new binding, in mode ``fixed``, equal to none before it.
@@ -50,6 +53,7 @@ def rebind(
     Raises:
         GeometryError: no chunk size, or too large a one.
         DataDirLocked: a server holds the data dir.
+        DiskTooSmall: there is no room for the manifest; both numbers are named.
         Unbound: there is no binding to replace.
         StartupRefused: what is there does not belong together; nothing was changed.
         PersistError: the disk failed; the old binding holds or the new one.
@@ -66,6 +70,7 @@ def rebind(
                 f"data dir {data_dir} is not bound yet, expected one that is",
                 hint=f"lmcache-persist serve --data-dir {data_dir} --chunk-size {chunk_size}",
             )
+        say_and_check_room(say, paths.root, MANIFEST_BYTES)
         confirm(_losses(paths, found, binding, chunk_size))
         new = _successor(binding, chunk_size)
         with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
@@ -94,10 +99,10 @@ def _losses(paths: DataDir, found: Found, binding: Binding, chunk_size: int) -> 
     with OfflineStore.open(paths.store) as store:
         usage = store.usage()
     loss = (
-        f"this throws away {usage.objects} objects ({approximate_size(usage.bytes)}): they are"
-        " never found again, and removed while a server runs"
+        f"this throws away {amount(usage.objects, usage.bytes)}: they are never found again, and"
+        " removed while a server runs"
     )
-    return [change, loss]
+    return [change, loss, *per_model(rows_of(usage), found.names)]
 
 
 def _successor(before: Binding, chunk_size: int) -> Binding:

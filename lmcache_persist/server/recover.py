@@ -17,15 +17,25 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import ManifestUnreadable, StoreMismatch
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
 from lmcache_persist.server import crashes, recovery
-from lmcache_persist.server.offline import existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.losses import amount
+from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
 from lmcache_persist.server.recovery import Found, StoreState
+from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
+from lmcache_persist.store.offline import OfflineStore
 
 
-def recover(data_dir: Path) -> list[str]:
+def recover(
+    data_dir: Path,
+    confirm: Confirm = lambda losses: None,
+    *,
+    say: Say = lambda text: None,
+) -> list[str]:
     """Make a manifest that is absent, unreadable or unbound anew; a good one is left alone.
 
     Args:
         data_dir: of a server that does not run.
+        confirm: called before a manifest is moved aside, with what is not in the new one.
+        say: told the room that is needed, before anything is changed.
 
     Returns:
         What was done, in sentences.
@@ -34,6 +44,7 @@ def recover(data_dir: Path) -> list[str]:
 
     Raises:
         DataDirLocked: a server holds the data dir.
+        DiskTooSmall: there is no room for the manifest; both numbers are named.
         StoreMismatch: a good manifest and the store disagree, or the store has no stamp;
             nothing was changed.
         SchemaTooNew, FormatTooNew, ManifestBusy: as they say; nothing was changed.
@@ -46,8 +57,10 @@ def recover(data_dir: Path) -> list[str]:
         if damage is None and found.binding is not None:
             return _of_good(found, found.binding, paths)
         stamp = _stamp_of(found, paths, damage)
+        say_and_check_room(say, paths.root, MANIFEST_BYTES)
         done = []
         if damage is not None:
+            confirm(_losses(paths, found, damage))
             moved = files.set_aside(paths.manifest)
             failpoints.hit("recover.after_set_aside")
             done.append(f"the manifest could not be read ({damage}) and is now {moved}")
@@ -59,6 +72,25 @@ def recover(data_dir: Path) -> list[str]:
             " it knows the models again once their engines have registered"
         )
     return done
+
+
+def _losses(paths: DataDir, found: Found, damage: str) -> list[str]:
+    lines = [
+        damage,
+        (
+            f"it is moved to {paths.manifest.name}{files.UNREADABLE_SUFFIX}, and a new one is made"
+            " of the store's stamp"
+        ),
+        (
+            "this throws away what it knew beside the binding: names of models, until their"
+            " engines register, refusals, starts"
+        ),
+    ]
+    if found.store is StoreState.PRESENT:
+        with OfflineStore.open(paths.store) as store:
+            usage = store.usage()
+        lines.append(f"nothing that is stored is lost: {amount(usage.objects, usage.bytes)}")
+    return lines
 
 
 def _look(paths: DataDir) -> tuple[Found, str | None]:

@@ -81,6 +81,12 @@ class Found:
         """The one that holds: the manifest's, or the one that a rebind was about to give it."""
         return self.held.after_rebind(self.stamp, self.replaced) if self.held else None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of models by fingerprint, for people."""
+        rows = self.snapshot.models if self.snapshot else []
+        return {row.fingerprint: row.name for row in rows}
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

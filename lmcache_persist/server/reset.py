@@ -17,12 +17,12 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import DataDirUnusable, PersistError
 from lmcache_persist.manifest import files, read_snapshot
 from lmcache_persist.posix import sync_folder
+from lmcache_persist.server.losses import amount, per_model, rows_of
 from lmcache_persist.server.offline import Confirm, existing_data_dir
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
-from lmcache_persist.units import approximate_size
 
 
 def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
@@ -49,8 +49,9 @@ def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
             hint="nothing was removed",
         )
     with DataDirLock.acquire(paths.root):
-        contents, uuids = _contents(paths)
-        confirm([f"this throws away {what}" for what in contents])
+        contents, details, uuids = _contents(paths)
+        lines = zip(contents, details, strict=True)
+        confirm([line for what, more in lines for line in (f"this throws away {what}", *more)])
         for uuid in sorted(uuids):
             pool = PoolPaths.of(pool_dir, uuid)
             if remove_dead_pool(pool):
@@ -141,39 +142,47 @@ def _is_data_dir(paths: DataDir) -> bool:
     )
 
 
-def _contents(paths: DataDir) -> tuple[list[str], set[str]]:
-    """What is there, for people, and the uuids of stores that are spoken of."""
-    lines, uuids = [], set[str]()
+def _contents(paths: DataDir) -> tuple[list[str], list[list[str]], set[str]]:
+    """What is there, for people, more of each, and the uuids of stores that are spoken of."""
+    lines: list[str] = []
+    details: list[list[str]] = []
+    uuids = set[str]()
+    names: dict[str, str] = {}
     if files.files_of(paths.manifest):
-        text, uuid = _manifest(paths)
+        text, uuid, names = _manifest(paths)
         lines.append(text)
+        details.append([])
         uuids.add(uuid)
     for folder in _store_folders(paths):
-        text, uuid = _store(folder)
+        text, more, uuid = _store(folder, names)
         lines.append(text)
+        details.append(more)
         uuids.add(uuid)
-    return lines or ["nothing: manifest and store are absent"], uuids - {""}
+    if not lines:
+        return ["nothing: manifest and store are absent"], [[]], set()
+    return lines, details, uuids - {""}
 
 
-def _manifest(paths: DataDir) -> tuple[str, str]:
+def _manifest(paths: DataDir) -> tuple[str, str, dict[str, str]]:
     try:
         found = read_snapshot(paths.manifest)
     except PersistError as error:
-        return f"the manifest, which is not readable: {error.message}", ""
+        return f"the manifest, which is not readable: {error.message}", "", {}
     if found.binding is None:
-        return "the manifest, which is unbound", ""
-    return (
+        return "the manifest, which is unbound", "", {}
+    text = (
         f"the manifest: bound to chunk size {found.binding.chunk_size} since"
         f" {found.binding.bound_at}, {len(found.models)} models"
-    ), found.binding.store_uuid
+    )
+    return text, found.binding.store_uuid, {row.fingerprint: row.name for row in found.models}
 
 
-def _store(folder: Path) -> tuple[str, str]:
+def _store(folder: Path, names: dict[str, str]) -> tuple[str, list[str], str]:
     with contextlib.suppress(PersistError, FileNotFoundError):
         if not (looks_damaged(folder) or verify_pages(folder)):
             with OfflineStore.open(folder) as store:
                 usage = store.usage()
                 objects = usage.objects + usage.stale_objects
-                nbytes = approximate_size(usage.bytes + usage.stale_bytes)
-                return f"{folder}: {objects} objects, {nbytes}", store.meta.uuid
-    return f"{folder}, which is not readable", ""
+                text = f"{folder}: {amount(objects, usage.bytes + usage.stale_bytes)}"
+                return text, per_model(rows_of(usage), names), store.meta.uuid
+    return f"{folder}, which is not readable", [], ""

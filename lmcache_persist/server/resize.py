@@ -128,11 +128,10 @@ def _shrink(
     say: Say,
     on_chunk: OnChunk,
 ) -> Resized:
-    names = {row.fingerprint: row.name for row in found.snapshot.models} if found.snapshot else {}
     hidden = paths.store / lmdb_open.NEW_NAME
     with OfflineStore.open(paths.store) as store:
         planned = copying.plan(store, capacity_bytes)
-        losses = _losses(planned, capacity_bytes, names)
+        losses = _losses(planned, capacity_bytes, found.names)
         _remove(hidden)
         more = "; the old file's room is given back at the end"
         say_and_check_room(say, paths.store, capacity_bytes, more)

@@ -96,7 +96,7 @@ def restore(
             if lost.chunks:
                 say(f"{amount(lost.objects, lost.nbytes)} of the backup have no room and stay out")
             binding = _binding(found, new_id=new_id)
-            needed = capacity_bytes + MANIFEST_BYTES
+            needed = capacity_bytes + source.manifest.stat().st_size + MANIFEST_BYTES
             there = os.path.lexists(data_dir)
             if not there:
                 say_and_check_room(say, _nearest_folder(data_dir), needed)

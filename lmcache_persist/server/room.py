@@ -12,8 +12,8 @@ from lmcache_persist.units import approximate_size
 Say = Callable[[str], None]
 """Told a line for the operator."""
 
-MANIFEST_BYTES = 8 << 20
-"""Room for a manifest and for folders, beside a store."""
+MANIFEST_BYTES = 1 << 20
+"""Room for changes of a manifest."""
 
 
 def say_and_check_room(say: Say, folder: Path, needed: int, more: str = "") -> None:

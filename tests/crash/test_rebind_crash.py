@@ -138,7 +138,7 @@ def test_a_killed_recover_is_recovered(server: ServerProcess, point: str) -> Non
     """Killed at any step, recover can be repeated, and the whole cache is back."""
     before = look(server)["binding"]
     (server.data_dir / "manifest.sqlite").write_bytes(b"not a database" * 1000)
-    killed(point, "recover", server)
+    killed(point, "recover", server, "--yes")
     if point == "recover.after_set_aside":
         code, log = server.refused()
         assert code == 5

@@ -138,7 +138,9 @@ def test_it_asks_and_changes_nothing_without_a_yes(make_server: MakeServer) -> N
     before = snapshot(server.data_dir)
     done = run_cli("rebind", str(server.data_dir), "--chunk-size", "512")
     assert done.returncode == 2
-    assert "10 objects" in done.stderr
+    assert "throws away 10 objects" in done.stderr
+    assert "emulated/model" in done.stderr
+    assert "more bytes" in done.stderr
     assert "256" in done.stderr
     assert "nothing was changed" in done.stderr
     assert snapshot(server.data_dir) == before

@@ -39,7 +39,7 @@ def server(make_server: MakeServer, template: Path) -> ServerProcess:
 
 def recover(server: ServerProcess) -> tuple[int, str]:
     """Exit code and all that the verb says."""
-    done = run_cli("recover", str(server.data_dir))
+    done = run_cli("recover", str(server.data_dir), "--yes")
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -90,6 +90,21 @@ def test_a_lost_manifest_is_rebuilt(
         assert aside == []
     server.start()
     assert hits(server, NUM_OBJECTS) == NUM_OBJECTS * 256
+
+
+def test_a_manifest_is_moved_aside_only_if_that_is_confirmed(server: ServerProcess) -> None:
+    """What the new one will not know is said, and without a yes nothing happens."""
+    garble(server.data_dir)
+    before = snapshot(server.data_dir)
+    done = run_cli("recover", str(server.data_dir))
+    assert done.returncode == 2
+    assert "manifest.sqlite.unreadable" in done.stderr
+    assert f"nothing that is stored is lost: {NUM_OBJECTS} objects" in done.stderr
+    assert snapshot(server.data_dir) == before
+    # Where nothing is moved, nothing is asked.
+    lose(server.data_dir)
+    (server.data_dir / "manifest.sqlite-wal").unlink()
+    assert run_cli("recover", str(server.data_dir)).returncode == 0
 
 
 def test_a_good_manifest_is_left_alone(server: ServerProcess) -> None:
@@ -163,10 +178,11 @@ def test_reset_throws_everything_away(server: ServerProcess) -> None:
     shutil.copytree(server.data_dir / "store", server.data_dir / "store.damaged")
     (server.data_dir / "notes.txt").write_text("somebody's own")
     assert list(server.pool_dir.iterdir())
+    fingerprint = inspect_offline(server.data_dir)["models"][0]["fingerprint"]
     before = snapshot(server.data_dir)
     done = run_cli("reset", str(server.data_dir))
     assert done.returncode == 2
-    assert f"{NUM_OBJECTS} objects" in done.stderr
+    assert f"emulated/model {fingerprint[:12]}: {NUM_OBJECTS} objects" in done.stderr
     assert "chunk size 256" in done.stderr
     assert snapshot(server.data_dir) == before
     done = run_cli(
