@@ -50,7 +50,8 @@ class LookupHandle:
         self._repeated = again
         self._hashes = b"".join(hashes)
         self._deadline = time.monotonic() + session.options.lookup_timeout_s
-        self._guard = threading.Lock()
+        # Held again within itself: a message that cannot be sent fails at once.
+        self._guard = threading.RLock()
         self._decided = threading.Event()
         self._result: LookupResult | None = None
         self._released = False
@@ -135,8 +136,9 @@ class LookupHandle:
 
     def _again(self, link: Link) -> None:
         # Never after the release: the server has forgotten it, and would take it for a new one.
-        if not self._released:
-            self._ask(link, b"")
+        with self._guard:
+            if not self._released:
+                self._ask(link, b"")
 
     def _found(self, link: Link, reply: Found) -> None:
         try:

@@ -150,6 +150,8 @@ class WorkerSide:
             groups=self._groups,
             object_bytes=sizes,
         )
+        # The client repeats this from now on, even if it is refused: no older one holds.
+        self._registered_for = 0
         self._client.register(registration, timeout_s=REGISTER_TIMEOUT_S)
         self._registered_for = chunk_size
         logger.info("cache: rank %d registered, %s bytes per chunk", self._rank, sum(sizes))

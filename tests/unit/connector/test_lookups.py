@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from lmcache_persist import protocol
-from lmcache_persist.connector import CacheClient
+from lmcache_persist.connector import CacheClient, lookups
 from lmcache_persist.errors import (
     LeaseError,
     MalformedMessage,
@@ -107,6 +108,33 @@ def test_release_while_undecided(serve: Serve, connect: Connect) -> None:
     assert result is not None
     assert (result.tokens, result.error) == (0, None)
     stays(lambda: len(server.got(protocol.Lookup)) == polled, "no poll after the release", 0.1)
+
+
+def test_release_during_a_poll_comes_after_it(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll that is being made when the release is asked for is not sent after that: the
+    server would take it for a new lookup, and keep it.
+    """
+    server = serve()
+    server.on(protocol.Lookup, lambda _: protocol.NotYet())
+    client = connect("scheduler")
+    handle = client.lookup(**ASK)
+    release = threading.Thread(target=handle.release)
+    encode, first = lookups.encode, iter([True])
+
+    def slowly(message: protocol.Request) -> bytes:
+        if isinstance(message, protocol.Lookup) and next(first, False):
+            release.start()
+            release.join(0.5)  # It must wait, or it overtakes this poll.
+        return encode(message)
+
+    monkeypatch.setattr(lookups, "encode", slowly)
+    wait_until(lambda: server.got(protocol.Release), "release arrives")
+    release.join(20)
+    client.ping()
+    kinds = [type(one) for one in server.requests if not isinstance(one, protocol.Ping)]
+    assert kinds[-1] is protocol.Release
 
 
 def test_answer_after_release_leaves_no_lease(serve: Serve, connect: Connect) -> None:

@@ -17,7 +17,7 @@ from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.connector.vllm.metadata import LoadJob, SlotsOfRun, StepMetadata, StoreJob
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.worker_side import EMPTY_OBJECT_BYTES, WorkerSide
-from lmcache_persist.errors import IdentityUnknown, ServerUnreachable
+from lmcache_persist.errors import IdentityUnknown, RegistrationError, ServerUnreachable
 from lmcache_persist.geometry import Group, GroupKind
 from lmcache_persist.protocol import Grant, Reserved
 from support.vllm_fakes import FakeClient, binding
@@ -274,6 +274,25 @@ def test_other_chunk_size_is_registered_anew(rank: Rank) -> None:
     rank.client.listeners[0](Change(2, "boot", rank.client.binding))
     assert rank.client.registered.wait(10)
     assert rank.client.registrations[-1].object_bytes == [2 * OBJECT_BYTES]
+
+
+def test_refused_chunk_size_is_not_the_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the old chunk size that follows one that refused learns the old sizes again:
+    the client would tell it those that were refused.
+    """
+    plain = rank.client.register
+
+    def refuse(registration: Any, timeout_s: float) -> None:
+        raise RegistrationError("pool is too small")
+
+    monkeypatch.setattr(rank.client, "register", refuse)
+    rank.side._register_again(2 * CHUNK)
+    assert rank.counters.snapshot()["registration_failed"] == 1
+    monkeypatch.setattr(rank.client, "register", plain)
+    rank.client.registered.clear()
+    rank.client.listeners[0](Change(3, "boot", rank.client.binding))
+    assert rank.client.registered.wait(10)
+    assert rank.client.registrations[-1].object_bytes == [OBJECT_BYTES]
 
 
 def test_server_that_comes_later_is_registered_with(monkeypatch: pytest.MonkeyPatch) -> None:
