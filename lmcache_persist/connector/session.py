@@ -69,6 +69,7 @@ class Session:
         self._generation = 0
         self._failures = 0
         self._reaping = False
+        self._reconnecting = False
 
     # -- any thread ----------------------------------------------------------------------
 
@@ -205,6 +206,7 @@ class Session:
     # -- I/O thread: connection ----------------------------------------------------------
 
     def _connect(self) -> None:
+        self._reconnecting = False
         if not self._closing:
             self._transport.connect(self.options.request_timeout_s)
 
@@ -218,8 +220,10 @@ class Session:
         with self._changed:
             self.link, self.trouble = None, error
             self._changed.notify_all()
-        if self._closing:
+        # Of a time-out both the transport and whoever waited for the answer tell.
+        if self._closing or self._reconnecting:
             return
+        self._reconnecting = True
         if was_up:
             log.warning("cache server %s is gone: %s", self.endpoint, error.message)
         self._start_reaping()

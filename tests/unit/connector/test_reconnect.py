@@ -426,6 +426,18 @@ def test_start_at_the_wrong_server_is_remembered(
     assert [asked.dry_run for asked in second.got(protocol.Bind)] == [True, False]
 
 
+def test_greeting_that_times_out_is_tried_again_once(serve: Serve, connect: Connect) -> None:
+    """Whoever noticed the loss, one new connection follows, and it is left alone."""
+    server = serve()
+    server.on(protocol.Hello, lambda _: None)
+    client = connect(wait=False, reconnect_min_s=0.5, reconnect_max_s=1.0, heartbeat_s=0.05)
+    wait_until(lambda: len(server.got(protocol.Hello)) == 2, "tried again")
+    server.handlers.clear()
+    client.wait_connected(20)
+    peers = len(server.peers)
+    stays(lambda: len(server.peers) == peers and client.connections == 1, "one connection", 2.0)
+
+
 def test_refused_stale_for_ever_does_not_spin(serve: Serve, connect: Connect) -> None:
     """A server that calls every request stale is tried again ever more slowly."""
     server = serve()
@@ -465,6 +477,7 @@ def test_stopped_killed_and_new_process(
     server = process(BOOT_A)
     client = bound_worker(connect, request_timeout_s=2.0)
     server.send_signal(signal.SIGSTOP)
+    os.waitpid(server.pid, os.WUNTRACED)  # returns once all of its threads stand still
     assert isinstance(client.commit([1]).exception(20), TransportError)
     wait_until(lambda: client.breaker_open, "breaker opens")
     assert isinstance(client.commit([1]).exception(0), ServerUnreachable)
