@@ -34,6 +34,8 @@ from lmcache_persist.store.throttle import Throttle
 log = logging.getLogger(__name__)
 
 MAX_LOOKUPS_PER_SESSION = 4096
+MAX_KEYS_SEARCHED = 1 << 18
+"""Keys in searches that wait or run; while the disk hangs, more are looked for in the pool only."""
 MAX_SLOTS_PER_ANSWER = protocol.MAX_MESSAGE_BYTES // 9 - 1024
 """Nine bytes is the most that an offset takes in MessagePack."""
 _SLOTS_PER_RUN = 5
@@ -54,6 +56,7 @@ class Lookups:
         self._waiting: deque[Lookup] = deque()
         self._loading: dict[Wanted, list[Lookup]] = {}
         self._reads = itertools.count(1)
+        self._keys_searched = 0
         self._tally = Tally(state)
         self._unsearchable, self._corrupt, self._unreadable = (Throttle(log) for _ in range(3))
 
@@ -163,12 +166,21 @@ class Lookups:
     def _find(self, lookup: Lookup) -> None:
         everything = geometry.cacheable_mask(lookup.engine.groups)
         unknown = [key for key in lookup.keys if self._mask_in_pool(key) != everything]
-        if not unknown:
+        waiting = self._keys_searched
+        if not unknown or (waiting and waiting + len(unknown) > MAX_KEYS_SEARCHED):
             self._found(lookup, [], [])
             return
         disk = self._state.disk
+        self._keys_searched += len(unknown)
+
+        def search() -> list[ChunkRecord | None]:
+            # After a hang those that gave up meanwhile are not in the way of others.
+            return [] if lookup.cancelled else disk.find(unknown)
 
         def then(done: Future[list[ChunkRecord | None]]) -> None:
+            self._keys_searched -= len(unknown)
+            if lookup.cancelled:
+                return
             try:
                 self._found(lookup, unknown, done.result())
             except (StoreError, OSError) as error:
@@ -176,7 +188,7 @@ class Lookups:
                 self._unsearchable.warning(f"disk tier cannot be searched: {error}")
                 self._found(lookup, [], [])
 
-        self._state.run(self._state.finder, lambda: disk.find(unknown), then)
+        self._state.run(self._state.finder, search, then)
 
     def _mask_in_pool(self, key: ChunkKey) -> int:
         entry = self._state.memory.get(key)
@@ -185,8 +197,6 @@ class Lookups:
     def _found(
         self, lookup: Lookup, keys: Sequence[ChunkKey], records: Sequence[ChunkRecord | None]
     ) -> None:
-        if lookup.cancelled:
-            return
         for key, record in zip(keys, records, strict=True):
             if record is not None:
                 lookup.records[key] = record

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 
 from lmcache_persist.connector import ClientOptions
 from lmcache_persist.errors import RequestTimeout
+from lmcache_persist.server import lookups
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, chunk_hash_of
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
+from support.in_process import local_server
 from support.server import ServerProcess, run_cli
 from support.waiting import wait_until
 from support.web import fetch, free_port
@@ -169,3 +173,36 @@ def test_stores_outrun_a_hanging_disk(make_server: MakeServer, root: Path) -> No
         made.client.flush(20)
         assert made.client.stats(10)["counters"]["dropped_chunks"] == 0
         assert made.store(prompt(made, 200)) == CHUNKS
+
+
+def test_searches_of_a_hanging_disk_do_not_pile_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a bound a lookup is decided by the pool; those that gave up are never searched for."""
+    monkeypatch.setattr(lookups, "MAX_KEYS_SEARCHED", 2 * CHUNKS)
+    options = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=20.0)
+    with (
+        local_server(root) as server,
+        EmulatedEngine(server.url, [256], object_bytes=4096, options=options).join() as made,
+    ):
+        find, go, searched = server.disk.find, threading.Event(), []
+
+        def hang(keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
+            go.wait(20)
+            searched.append(chunk_hash_of(keys[0]))
+            return find(keys)
+
+        for number in (1, 2):
+            assert made.store(prompt(made, number)) == CHUNKS
+        made.client.flush(20)
+        server.empty_pool()
+        monkeypatch.setattr(server.disk, "find", hang)
+        first, second = begun(made, 1), begun(made, 2)
+        third = begun(made, 3).wait(20)
+        assert (third.tokens, third.error) == (0, None)
+        second.release()
+        go.set()
+        assert first.wait(20).tokens == CHUNKS * made.chunk_size
+        first.release()
+        assert hits(made, 2) == CHUNKS
+        assert searched == [prompt(made, number)[0] for number in (1, 2)]
