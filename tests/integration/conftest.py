@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.server_fixtures import make_server, root, server
+from support.server_fixtures import make_server, namespaces, root, server
 
-__all__ = ["make_server", "root", "server"]
+__all__ = ["make_server", "namespaces", "root", "server"]

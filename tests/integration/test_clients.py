@@ -189,21 +189,6 @@ def test_a_forked_child_keeps_nothing_alive(
     wait_until(lambda: locks(server) == [], "the lock file is gone")
 
 
-UNSHARE = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
-
-
-@pytest.fixture(scope="module")
-def namespaces() -> list[str]:
-    """A command prefix that starts a process as PID 1 of a namespace of its own."""
-    try:
-        done = subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=20)
-    except FileNotFoundError:
-        pytest.skip("unshare is not installed")
-    if done.returncode:
-        pytest.skip(f"no PID namespaces here: {done.stderr.decode(errors='replace').strip()}")
-    return UNSHARE
-
-
 def test_clients_in_other_pid_namespaces(
     client: MakeClient, stats: Stats, namespaces: list[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,18 @@ def make_server(root: Path) -> Iterator[Callable[..., ServerProcess]]:
 def server(make_server: Callable[..., ServerProcess]) -> ServerProcess:
     """A running server on auto."""
     return make_server().start()
+
+
+UNSHARE = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> list[str]:
+    """A command prefix that starts a process as PID 1 of a namespace of its own."""
+    try:
+        done = subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=20)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if done.returncode:
+        pytest.skip(f"no PID namespaces here: {done.stderr.decode(errors='replace').strip()}")
+    return UNSHARE
