@@ -134,7 +134,9 @@ def make_data_dir(path: Path, *, group_id: int | None = None) -> DataDir:
     modes = Modes.of(group_id)
     _make_missing_folders(path, modes)
     if not path.is_dir():
-        raise DataDirUnusable(f"data dir {path} is a file, expected a folder")
+        raise DataDirUnusable(
+            f"data dir {path} is a file, expected a folder", hint="choose another --data-dir"
+        )
     _check_writable(path)
     found = path.stat()
     if found.st_uid != os.geteuid() and os.geteuid() != 0:
@@ -219,7 +221,8 @@ def read_holder(data_dir: Path) -> Holder | None:
         return None
     except OSError as error:
         raise DataDirUnusable(
-            f"lock file {DataDir(data_dir).lock} cannot be read: {error.strerror}"
+            f"lock file {DataDir(data_dir).lock} cannot be read: {error.strerror}",
+            hint="look as the user that runs its server, or mend its disk",
         ) from error
     if not isinstance(holder.endpoint, str) or not isinstance(holder.boot_id, str):
         return None

@@ -103,7 +103,10 @@ def existing_data_dir(data_dir: Path) -> DataDir:
     try:
         mode = os.stat(data_dir).st_mode
         if not stat.S_ISDIR(mode):
-            raise DataDirUnusable(f"data dir {data_dir} is a file, expected a folder")
+            raise DataDirUnusable(
+                f"data dir {data_dir} is a file, expected a folder",
+                hint="give the --data-dir of a server",
+            )
         os.listdir(data_dir)
     except OSError as error:
         raise DataDirUnusable(
@@ -138,7 +141,8 @@ def _manifest(paths: DataDir) -> ManifestSnapshot:
             hint=f"put the manifest back, or rebuild it with: lmcache-persist recover {paths.root}",
         )
     raise DataDirUnusable(
-        f"data dir {paths.root} has neither manifest nor store, expected a server's data dir"
+        f"data dir {paths.root} has neither manifest nor store, expected a server's data dir",
+        hint="give the --data-dir of a server",
     )
 
 

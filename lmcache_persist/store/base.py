@@ -197,6 +197,9 @@ class Usage:
     by_fingerprint: dict[str, FingerprintUsage]
 
 
+_FOREIGN = "put back the store that belongs to the manifest"
+
+
 def check_stamp(found: Binding | None, wanted: Binding) -> None:
     """Refuse to stamp over another binding.
 
@@ -208,6 +211,7 @@ def check_stamp(found: Binding | None, wanted: Binding) -> None:
             f"the store is stamped with binding {found.binding_id[:12]} (chunk size"
             f" {found.chunk_size}), expected {wanted.binding_id[:12]} (chunk size"
             f" {wanted.chunk_size})",
+            hint=_FOREIGN,
             found=found.binding_id,
             expected=wanted.binding_id,
         )
@@ -223,6 +227,7 @@ def check_replaced(found: Binding | None, replaces: str) -> None:
         raise StoreMismatch(
             f"the store is stamped with binding {found.binding_id[:12]}, expected"
             f" {replaces[:12]}, which is to be replaced",
+            hint=_FOREIGN,
             found=found.binding_id,
             expected=replaces,
         )

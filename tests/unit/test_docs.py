@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -25,6 +26,11 @@ PARTS = [
     protocol.Grant,
     protocol.StorePart,
 ]
+REFUSALS = {
+    kind
+    for kind in errors.ERRORS_BY_CODE.values()
+    if issubclass(kind, errors.StartupRefused) and kind is not errors.StartupRefused
+}
 VERBS = {
     str(info.callback.__name__): info.callback for info in app.registered_commands if info.callback
 }
@@ -87,6 +93,35 @@ def test_the_bounds_of_messages_are_the_documented_ones() -> None:
 def test_every_error_code_is_described_and_no_other() -> None:
     """docs/errors.md is the list of codes."""
     assert set(rows("errors.md")) == set(errors.ERRORS_BY_CODE)
+
+
+def test_every_refusal_of_a_start_has_its_way_out() -> None:
+    """The second table of docs/errors.md: each code of a refusal, what was found, what to do."""
+    section = (DOCS / "errors.md").read_text().split("\n## Refusals of a start\n")[1]
+    table = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in table)
+    named = {row[1].strip(" `") for row in table[2:]}
+    assert named <= set(errors.ERRORS_BY_CODE)
+    refusals = {code for code, kind in errors.ERRORS_BY_CODE.items() if kind in REFUSALS}
+    assert refusals <= named
+
+
+def test_every_refusal_has_a_hint() -> None:
+    """Wherever the code refuses a start or a verb, it says the way out."""
+    names = {kind.__name__ for kind in REFUSALS}
+    calls = [
+        (path, node)
+        for path in (DOCS.parent / "lmcache_persist").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+    assert len(calls) > 30
+    without = [
+        f"{path.name}:{node.lineno}"
+        for path, node in calls
+        if "hint" not in [keyword.arg for keyword in node.keywords]
+    ]
+    assert without == []
 
 
 def test_errors_named_by_the_protocol_exist() -> None:
