@@ -127,7 +127,8 @@ def back_up(
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise DataDirUnusable(
-                f"backup {dest} cannot be made: {error.strerror or error}"
+                f"backup {dest} cannot be made: {error.strerror or error}",
+                hint="mend that, then back up again; nothing half-made is left",
             ) from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -145,7 +146,10 @@ def _partial_of(dest: Path) -> Path:
             hint="a backup is never written over another one: choose another name",
         )
     if not dest.parent.is_dir():
-        raise DataDirUnusable(f"{dest.parent} is no folder, expected one to make the backup in")
+        raise DataDirUnusable(
+            f"{dest.parent} is no folder, expected one to make the backup in",
+            hint="make that folder first, or choose another place",
+        )
     partial = dest.with_name(dest.name + PARTIAL_SUFFIX)
     if os.path.lexists(partial):
         existing_data_dir(partial)
@@ -182,7 +186,10 @@ def _copy_manifest(source: Source, paths: DataDir) -> bytes:
             # Of files that were left by a rebind which stopped before the manifest.
             manifest.rebind(found.binding_id, source.binding)
         elif found is None:
-            raise DataDirUnusable("the manifest that was copied is unbound, and its store is not")
+            raise DataDirUnusable(
+                "the manifest that was copied is unbound, and its store is not",
+                hint="lmcache-persist recover DIR rebuilds the manifest; then back up again",
+            )
     return paths.manifest.read_bytes()
 
 

@@ -144,7 +144,10 @@ def _nearest_folder(path: Path) -> Path:
 def _binding(found: Found, *, new_id: bool) -> Binding:
     held = found.binding
     if held is None:
-        raise DataDirUnusable("the backup is unbound, so there is nothing in it")
+        raise DataDirUnusable(
+            "the backup is unbound, so there is nothing in it",
+            hint="restore another backup, or start a server on a new folder",
+        )
     if not new_id:
         return held
     return Binding.make(
