@@ -124,4 +124,5 @@ class Binding:
                 "uuid": self.store_uuid,
                 "format_version": self.store_format_version,
             },
+            "winner": self.winner,
         }

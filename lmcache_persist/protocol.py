@@ -34,6 +34,7 @@ REQUEST_ID_BYTES = 8
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_CHUNKS_PER_LOOKUP = 65536
 MAX_KEYS_PER_RESERVE = 4096
+MAX_OBJECTS_PER_PAGE = 4096
 MAX_WAIT_MS = 10_000
 MAX_RANKS = 4096
 MAX_OBJECT_BYTES = 1 << 40
@@ -205,13 +206,33 @@ class Stats(_Request, frozen=True, kw_only=True, tag="stats"):
 
 
 class AdminInspect(_Request, frozen=True, kw_only=True, tag="admin.inspect"):
-    """Asks for what ``inspect --json`` prints."""
+    """Asks for what ``inspect --json`` prints.
+
+    ``model`` narrows it to a name or a fingerprint; ``details`` asks for what each
+    fingerprint was made of.
+    """
+
+    model: Label = ""
+    details: bool = False
+
+
+class AdminObjects(_Request, frozen=True, kw_only=True, tag="admin.objects"):
+    """Asks for a page of at most ``limit`` objects, after the chunk with key ``after``."""
+
+    after: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_OBJECTS_PER_PAGE)] = MAX_OBJECTS_PER_PAGE
+    model: Label = ""
 
 
 class AdminVerify(_Request, frozen=True, kw_only=True, tag="admin.verify"):
-    """Asks the live server to check every digest from ``cursor`` on, for a bounded while."""
+    """Asks the live server to check every digest from ``cursor`` on, for a bounded while.
+
+    With ``repair`` the first part mends order, leftovers and sums, and what is named later
+    is dropped before the answer.
+    """
 
     cursor: Annotated[bytes, msgspec.Meta(max_length=128)] = b""
+    repair: bool = False
 
 
 class AdminPrune(_Request, frozen=True, kw_only=True, tag="admin.prune"):
@@ -259,6 +280,7 @@ Request = (
     | Ping
     | Stats
     | AdminInspect
+    | AdminObjects
     | AdminVerify
     | AdminPrune
     | AdminBackup

@@ -1,104 +1,223 @@
-"""``verify``: whether everything in a data dir is as it was written."""
+"""``verify``: whether everything in a data dir is as it was written, and mending it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import contextlib
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_persist.cli.connection import ask_json, connected, seconds
+from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.inspect import holder_of, reachable_endpoint
-from lmcache_persist.cli.output import ending, plain, write, write_json
-from lmcache_persist.errors import DataDirLocked, MalformedMessage, ServerUnreachable
+from lmcache_persist.cli.live import absolute, holding_server
+from lmcache_persist.cli.output import ending, plain, say, write, write_json
+from lmcache_persist.cli.progress import ProgressLine
+from lmcache_persist.datadir import ReaderLock
+from lmcache_persist.errors import DataDirLocked, MalformedMessage
+
+if TYPE_CHECKING:
+    from lmcache_persist.store.check import Progress
+
+MAX_KEPT = 100_000
+"""Violations of a JSON document; the others are counted. Text is not kept at all."""
+_MENDING_POLL_S = 0.25
+
+Found = dict[str, Any]
+"""``where`` and ``what``; with ``--repair`` also ``repaired``: what was done, or None."""
 
 
 @ending
 def verify(
     data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Drop what is bad, put counters, totals and order right."),
+    ] = False,
     timeout: Annotated[
         str, typer.Option(metavar="SECONDS", help="For each answer of a live server.")
     ] = "30",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check every digest, record, key, total and cross-reference. Changes nothing.
+    """Check every digest, record, key, total and cross-reference.
 
-    A live server checks itself; else the files are read, and a server that starts
-    meanwhile waits. Exit code 1 if anything is bad.
+    A live server checks itself, and drops what it finds bad; else the files are read, and a
+    server that starts meanwhile waits. Exit code 1 if anything is bad, with --repair only if
+    something is left as it is.
 
     Example: lmcache-persist verify /var/lib/kv
+
+    Example: lmcache-persist verify /var/lib/kv --repair
     """
-    root = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    violations: list[dict[str, str]] = []
-    counter = _Counter()
-    for found in _findings(root, seconds(timeout), counter):
-        violations.append(found)
-        if not json_output:
-            write(f"{plain(found['where'])}: {plain(found['what'])}")
+    check = _Check(absolute(data_dir), seconds(timeout), repair=repair)
+    kept: list[Found] = []
+    with contextlib.closing(check.run()) as findings:
+        for found in findings:
+            if not json_output:
+                check.line.clear()
+                write(_text(found))
+            elif len(kept) < MAX_KEPT:
+                kept.append(found)
+    check.line.clear()
+    for note in check.notes:
+        say(f"note: {plain(note)}")
+    bad = check.left if repair else check.found
     if json_output:
-        write_json(
-            {
-                "ok": not violations,
-                "checked_objects": counter.objects,
-                "violations": violations,
-            }
-        )
+        write_json(_document(check, kept, repair=repair))
     else:
-        verdict = f"{len(violations)} violations" if violations else "all good"
-        write(f"{verdict}, {counter.objects} objects checked")
-    return ExitCode.BAD_DATA if violations else ExitCode.OK
+        write(_verdict(check, repair=repair))
+    return ExitCode.BAD_DATA if bad else ExitCode.OK
 
 
-class _Counter:
-    objects = 0
+def _text(found: Found) -> str:
+    text = f"{plain(found['where'])}: {plain(found['what'])}"
+    if "repaired" not in found:
+        return text
+    return f"{text} -> {plain(found['repaired'] or 'left as it is')}"
 
 
-def _findings(root: Path, timeout_s: float, counter: _Counter) -> Iterator[dict[str, str]]:
+def _verdict(check: _Check, *, repair: bool) -> str:
+    said = f"{check.found} violations" if check.found else "all good"
+    if repair and check.found:
+        said += f", {check.found - check.left} repaired, {check.left} left"
+    return f"{said}, {check.objects} objects checked"
+
+
+def _document(check: _Check, kept: list[Found], *, repair: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "ok": not (check.left if repair else check.found),
+        "checked_objects": check.objects,
+        "violations": kept,
+    }
+    if repair:
+        document["repaired"] = check.found - check.left
+    if check.notes:
+        document["notes"] = check.notes
+    if len(kept) < check.found:
+        document["violations_left_out"] = check.found - len(kept)
+    return document
+
+
+class _Check:
+    """One check, from files or by the server.
+
+    Attributes:
+        found, left: violations, and those that nothing was done about.
+        objects: looked at so far.
+        notes: what could not be told.
+        line: how far it is.
+    """
+
+    def __init__(self, root: Path, timeout_s: float, *, repair: bool) -> None:
+        self._root = root
+        self._timeout_s = timeout_s
+        self._repair = repair
+        self.found = self.left = self.objects = 0
+        self.notes: list[str] = []
+        self.line = ProgressLine("repair" if repair else "verify")
+
+    def run(self) -> Generator[Found, None, None]:
+        """What is wrong, as it is found."""
+        for found in self._findings():
+            self.found += 1
+            self.left += found.get("repaired") is None
+            yield found
+
+    def _findings(self) -> Iterator[Found]:
+        try:
+            yield from self._offline()
+        except DataDirLocked:  # raised before anything is read
+            if _only_read(self._root):
+                raise  # by other readers: there is no server to ask
+            yield from self._live()
+
+    def _offline(self) -> Iterator[Found]:
+        progress = self._progress()
+        self.line.update(0, None, "the trees first")
+        try:
+            if self._repair:
+                from lmcache_persist.server.repair import repair
+
+                for mended in repair(self._root, progress=progress):
+                    violation = mended.violation
+                    yield {
+                        "where": violation.where,
+                        "what": violation.what,
+                        "repaired": mended.done,
+                    }
+            else:
+                from lmcache_persist.server.offline import check
+
+                for violation in check(self._root, progress=progress):
+                    yield {"where": violation.where, "what": violation.what}
+        finally:
+            self.objects = progress.checked_objects
+
+    def _progress(self) -> Progress:
+        from lmcache_persist.store.check import Progress
+
+        line = self.line
+
+        class Shown(Progress):
+            def advance(self, objects: int, nbytes: int) -> None:
+                super().advance(objects, nbytes)
+                line.update(self.checked_bytes, self.total_bytes)
+
+        return Shown()
+
+    def _live(self) -> Iterator[Found]:
+        from lmcache_persist.protocol import AdminVerify
+
+        checked = 0
+        with holding_server(self._root, self._timeout_s, "verify") as client:
+            cursor: bytes | None = b""
+            while cursor is not None:
+                reply = ask_json(
+                    client, AdminVerify, self._timeout_s, cursor=cursor, repair=self._repair
+                )
+                part = _decode(reply, repair=self._repair)
+                self.objects += part.objects
+                checked += part.nbytes
+                self.notes += part.notes
+                self.line.update(checked, part.total_bytes or None)
+                yield from part.found
+                if part.cursor is not None and part.cursor <= cursor:
+                    if not self._repair or part.cursor < cursor:
+                        raise MalformedMessage("the server's verify does not go forward")
+                    self.line.update(checked, None, "the server mends its order and its sums")
+                    time.sleep(_MENDING_POLL_S)
+                cursor = part.cursor
+
+
+def _only_read(root: Path) -> bool:
+    """Whether no server holds the data dir."""
     try:
-        yield from _offline(root, counter)
-    except DataDirLocked:  # raised before anything is read
-        yield from _live(root, timeout_s, counter)
+        ReaderLock.acquire(root).release()
+    except DataDirLocked:
+        return False
+    return True
 
 
-def _offline(root: Path, counter: _Counter) -> Iterator[dict[str, str]]:
-    from lmcache_persist.server.offline import Progress, check
+class _Part:
+    """An answer of a live server, taken apart."""
 
-    progress = Progress()
-    for violation in check(root, progress=progress):
-        yield {"where": violation.where, "what": violation.what}
-    counter.objects = progress.checked_objects
-
-
-def _live(root: Path, timeout_s: float, counter: _Counter) -> Iterator[dict[str, str]]:
-    from lmcache_persist.protocol import AdminVerify
-
-    holder = holder_of(root)
-    with connected(reachable_endpoint(root, holder), timeout_s, "verify") as client:
-        if client.boot_id != holder.boot_id:
-            raise ServerUnreachable(
-                f"the server at {holder.endpoint} has boot id {client.boot_id}, expected"
-                f" {holder.boot_id}, which holds {root}"
-            )
-        cursor: bytes | None = b""
-        while cursor is not None:
-            reply = ask_json(client, AdminVerify, timeout_s, cursor=cursor)
-            found, checked, following = _decode(reply)
-            counter.objects += checked
-            yield from found
-            if following is not None and following <= cursor:
-                raise MalformedMessage("the server's verify does not go forward")
-            cursor = following
-
-
-def _decode(reply: dict[str, Any]) -> tuple[list[dict[str, str]], int, bytes | None]:
-    try:
-        found = [
-            {"where": str(item["where"]), "what": str(item["what"])} for item in reply["violations"]
+    def __init__(self, reply: dict[str, Any], *, repair: bool) -> None:
+        keys = ("where", "what", "repaired") if repair else ("where", "what")
+        self.found = [
+            {key: None if item[key] is None else str(item[key]) for key in keys}
+            for item in reply["violations"]
         ]
-        cursor = None if reply["cursor"] is None else bytes.fromhex(reply["cursor"])
-        return found, int(reply["checked_objects"]), cursor
+        self.cursor = None if reply["cursor"] is None else bytes.fromhex(reply["cursor"])
+        self.objects = int(reply["checked_objects"])
+        self.nbytes = int(reply["checked_bytes"])
+        self.total_bytes = int(reply["total_bytes"] or 0)
+        self.notes = [str(note) for note in reply["notes"]]
+
+
+def _decode(reply: dict[str, Any], *, repair: bool) -> _Part:
+    try:
+        return _Part(reply, repair=repair)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedMessage(f"the server's verify cannot be decoded: {error}") from error

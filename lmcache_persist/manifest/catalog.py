@@ -166,6 +166,12 @@ def models(session: Session) -> list[ModelRow]:
     ]
 
 
+def forget_models(session: Session, fingerprints: Sequence[str]) -> None:
+    """Remove models; one that still runs is recorded again when it registers."""
+    for fingerprint in fingerprints:
+        session.execute(delete(ModelRecord).where(ModelRecord.fingerprint == fingerprint))
+
+
 def record_rejection(session: Session, *, reason: str, detail: str, at: str) -> None:
     """Count a refusal; equal ones (reason and detail, as far as it is kept) share a row."""
     if len(detail) > MAX_DETAIL_CHARS:

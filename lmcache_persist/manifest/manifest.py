@@ -149,6 +149,11 @@ class Manifest:
         with self._database.read() as session:
             return catalog.models(session)
 
+    def forget_models(self, fingerprints: Sequence[str]) -> None:
+        """Remove models; absent ones are passed over."""
+        with self._database.write() as session:
+            catalog.forget_models(session, fingerprints)
+
     def record_rejection(self, *, reason: str, detail: str, at: str) -> None:
         """Record a refusal; equal ones are counted, not repeated."""
         with self._database.write() as session:

@@ -74,6 +74,7 @@ def read_snapshot(path: Path) -> ManifestSnapshot:
 
     Raises:
         FileNotFoundError: there is no manifest.
+        DataDirUnusable: we have no right to read it.
         ManifestUnreadable: there is one, and it cannot be read or makes no sense.
         SchemaTooNew: a newer version wrote it.
         ManifestBusy: it was written to without a pause.
@@ -168,6 +169,11 @@ def _read_files(path: Path) -> dict[str, bytes]:
             found[suffix] = path.with_name(path.name + suffix).read_bytes()
         except FileNotFoundError:
             continue
+        except PermissionError as error:
+            raise DataDirUnusable(
+                f"manifest {path}{suffix} cannot be read: {error.strerror}",
+                hint="look as the user that runs the server",
+            ) from error
         except OSError as error:
             raise unreadable(path, f"{path.name}{suffix}: {error.strerror}") from error
     return found

@@ -1,4 +1,4 @@
-"""Looking at a data dir that no server holds: ``inspect`` and ``verify`` on files.
+"""Checking a data dir that no server holds: ``verify`` on files.
 
 Nothing is created or changed, and the data dir's lock is held, shared, all the while.
 "Cannot be read" is never shown as "nothing there".
@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from lmcache_persist.datadir import DataDir, ReaderLock
 from lmcache_persist.errors import (
@@ -27,71 +26,16 @@ from lmcache_persist.geometry import Group, required_alignment
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest.catalog import ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot, read_snapshot
-from lmcache_persist.server.report import inspect_document
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import Usage
-from lmcache_persist.store.check import Violation
+from lmcache_persist.store.check import Progress, Violation
 from lmcache_persist.store.data_file import DATA_NAME
 from lmcache_persist.store.lmdb_open import StoreMeta
 
-__all__ = ["Look", "Progress", "Violation", "check", "inspect_offline", "look", "look_at_manifest"]
+__all__ = ["Progress", "Violation", "check", "existing_data_dir", "refuse_if_resetting"]
 
 Confirm = Callable[[Sequence[str]], None]
 """Shown what a verb is about to throw away; raises to leave everything as it is."""
-
-_NO_STORE = Usage(
-    chunks=0,
-    objects=0,
-    bytes=0,
-    capacity_bytes=0,
-    used_bytes=0,
-    stale_objects=0,
-    stale_bytes=0,
-    by_fingerprint={},
-)
-
-
-class Look(NamedTuple):
-    """What was seen: the document of ``inspect``, and why a part of it is unavailable."""
-
-    document: dict[str, Any]
-    problem: PersistError | None
-
-
-def inspect_offline(data_dir: Path) -> dict[str, Any]:
-    """The document of ``inspect`` from files; its store is "unavailable" if unreadable.
-
-    Raises:
-        DataDirLocked: a server holds the data dir: ask that one.
-        DataDirUnusable: it is no data dir, or cannot be read.
-        ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
-    """
-    return look(data_dir).document
-
-
-def look(data_dir: Path) -> Look:
-    """As :func:`inspect_offline`, with the reason for an unavailable store."""
-    paths = existing_data_dir(data_dir)
-    with ReaderLock.acquire(data_dir):
-        refuse_if_resetting(paths)
-        snapshot = _manifest(paths)
-        try:
-            usage, meta = _usage(paths)
-        except PersistError as error:
-            return Look(inspect_document(snapshot, None, clean_shutdown=None), error)
-    clean = meta.clean_shutdown if meta else None
-    document = inspect_document(_after_rebind(snapshot, meta), usage, clean_shutdown=clean)
-    return Look(document, None)
-
-
-def look_at_manifest(data_dir: Path) -> dict[str, Any]:
-    """The document of ``inspect`` with the store unavailable, beside a server that is hung.
-
-    Raises:
-        DataDirUnusable, ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
-    """
-    snapshot = _manifest(existing_data_dir(data_dir))
-    return inspect_document(snapshot, None, clean_shutdown=None)
 
 
 def existing_data_dir(data_dir: Path) -> DataDir:
@@ -130,12 +74,19 @@ def refuse_if_resetting(paths: DataDir) -> None:
         )
 
 
-def _manifest(paths: DataDir) -> ManifestSnapshot:
+def read_manifest(paths: DataDir) -> ManifestSnapshot:
+    """The manifest, from a private copy.
+
+    Raises:
+        DataDirUnusable: there is neither manifest nor store.
+        ManifestUnreadable: there is a store only, or the manifest makes no sense.
+        SchemaTooNew, ManifestBusy, StoreIOError: as they say.
+    """
     try:
         return read_snapshot(paths.manifest)
     except FileNotFoundError:
         pass
-    if _has_data_file(paths.store):
+    if has_data_file(paths.store):
         raise ManifestUnreadable(
             f"data dir {paths.root} has a store and no manifest, expected both",
             hint=f"put the manifest back, or rebuild it with: lmcache-persist recover {paths.root}",
@@ -146,7 +97,8 @@ def _manifest(paths: DataDir) -> ManifestSnapshot:
     )
 
 
-def _has_data_file(directory: Path) -> bool:
+def has_data_file(directory: Path) -> bool:
+    """Whether there is a store. Raises ``StoreIOError`` if that cannot be told."""
     try:
         os.stat(directory / DATA_NAME)
     except FileNotFoundError:
@@ -156,29 +108,31 @@ def _has_data_file(directory: Path) -> bool:
     return True
 
 
-def _usage(paths: DataDir) -> tuple[Usage, StoreMeta | None]:
-    if not _has_data_file(paths.store):
-        return _NO_STORE, None
-    # Mapping a broken tree can end the process: look with plain reads first.
-    problem = store_files.looks_damaged(paths.store) or store_files.verify_pages(paths.store)
-    if problem:
-        raise StoreDamaged(f"the store in {paths.store} is damaged: {problem}")
-    with store_files.OfflineStore.open(paths.store) as store:
-        return store.usage(), store.meta
+def in_store(violation: Violation) -> Violation:
+    """A violation of a store, as one of a data dir."""
+    return replace(violation, where=f"store {violation.where}")
 
 
-def _after_rebind(snapshot: ManifestSnapshot, meta: StoreMeta | None) -> ManifestSnapshot:
+def expect(progress: Progress, usage: Usage | None) -> None:
+    """Say how much there is to check, as far as the totals know."""
+    if usage is not None:
+        progress.total_objects = usage.objects + usage.stale_objects
+        progress.total_bytes = usage.bytes + usage.stale_bytes
+
+
+def usage_or_none(store: store_files.OfflineStore) -> Usage | None:
+    """What is in a store, None if its totals are damaged, which a check says by itself."""
+    try:
+        return store.usage()
+    except StoreDamaged:
+        return None
+
+
+def after_rebind(snapshot: ManifestSnapshot, meta: StoreMeta | None) -> ManifestSnapshot:
     """The manifest as the next start will have it, if a rebind was interrupted."""
     if snapshot.binding is None or meta is None:
         return snapshot
     return replace(snapshot, binding=snapshot.binding.after_rebind(meta.stamp, meta.replaced))
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a check came. ``checked_objects`` counts those whose digests were looked at."""
-
-    checked_objects: int = 0
 
 
 def check(
@@ -201,14 +155,14 @@ def check(
         refuse_if_resetting(paths)
         snapshot: ManifestSnapshot | None = None
         try:
-            snapshot = _manifest(paths)
+            snapshot = read_manifest(paths)
         except (SchemaTooNew, ManifestBusy):
             raise
         except ManifestUnreadable as error:
             yield Violation("manifest", error.message)
         if snapshot is not None:
-            yield from _check_manifest(snapshot)
-        if _has_data_file(paths.store):
+            yield from check_manifest(snapshot)
+        if has_data_file(paths.store):
             yield from _check_store(paths.store, snapshot, progress or Progress())
         elif snapshot is not None and snapshot.binding is not None:
             yield Violation(
@@ -216,16 +170,18 @@ def check(
             )
 
 
-def _check_manifest(snapshot: ManifestSnapshot) -> Iterator[Violation]:
+def check_manifest(snapshot: ManifestSnapshot) -> Iterator[Violation]:
+    """What is wrong with the manifest by itself."""
     for row in snapshot.models:
-        yield from _check_model(row)
+        yield from check_model(row)
         if snapshot.binding is None:
             yield Violation(
                 f"manifest model {row.fingerprint}", "it was registered and nothing is bound"
             )
 
 
-def _check_model(row: ModelRow) -> Iterator[Violation]:
+def check_model(row: ModelRow) -> Iterator[Violation]:
+    """Whether a model is what its fingerprint says."""
     where = f"manifest model {row.fingerprint}"
     try:
         found = fingerprint(row.identity, row.groups, row.layouts)
@@ -250,28 +206,29 @@ def _check_store(
         return
     try:
         with store_files.OfflineStore.open(directory) as store:
+            usage = usage_or_none(store)
             if snapshot is not None:
-                snapshot = _after_rebind(snapshot, store.meta)
-                yield from _check_cross_references(snapshot, store)
-            for violation in store.check():
-                yield replace(violation, where=f"store {violation.where}")
-            progress.checked_objects += sum(len(record.objects) for record in store.records())
+                snapshot = after_rebind(snapshot, store.meta)
+                yield from _check_cross_references(snapshot, store.meta, usage)
+            expect(progress, usage)
+            for violation in store.check(progress=progress):
+                yield in_store(violation)
     except StoreDamaged as error:
         yield Violation("store", error.message)
 
 
 def _check_cross_references(
-    snapshot: ManifestSnapshot, store: store_files.OfflineStore
+    snapshot: ManifestSnapshot, meta: StoreMeta, usage: Usage | None
 ) -> Iterator[Violation]:
-    stamp, binding = store.meta.stamp, snapshot.binding
+    stamp, binding = meta.stamp, snapshot.binding
     if binding is None:
         if stamp is not None:
             yield Violation(
                 "store stamp", f"it is bound to {stamp.chunk_size} and the manifest is unbound"
             )
-    elif store.meta.uuid != binding.store_uuid:
+    elif meta.uuid != binding.store_uuid:
         yield Violation(
-            "store uuid", f"found {store.meta.uuid}, the manifest expects {binding.store_uuid}"
+            "store uuid", f"found {meta.uuid}, the manifest expects {binding.store_uuid}"
         )
     elif stamp is not None and stamp != binding:
         yield Violation(
@@ -279,25 +236,31 @@ def _check_cross_references(
             f"found binding {stamp.binding_id} (chunk size {stamp.chunk_size}), the manifest"
             f" expects {binding.binding_id} (chunk size {binding.chunk_size})",
         )
-    yield from _check_usage(snapshot, store.usage(), stamped=stamp is not None)
+    if usage is not None:
+        yield from _check_usage(snapshot, usage, stamped=stamp is not None)
 
 
 def _check_usage(snapshot: ManifestSnapshot, usage: Usage, *, stamped: bool) -> Iterator[Violation]:
     if usage.objects and not (stamped and snapshot.binding):
         yield Violation("store totals", f"{usage.objects} objects are there and nothing is bound")
         return
-    models = {row.fingerprint: row for row in snapshot.models}
-    for name in sorted(usage.by_fingerprint):
-        # No row is no fault: an older copy of the manifest may serve, and a full disk keeps
-        # a row from being written until there is room.
-        row = models.get(name)
-        if (
-            row is not None
-            and snapshot.binding
-            and snapshot.binding.chunk_size % row.required_alignment
-        ):
-            yield Violation(
-                "store totals",
-                f"model {name} has objects, and its alignment {row.required_alignment} does not"
-                f" divide the chunk size {snapshot.binding.chunk_size}",
-            )
+    for name, reason in misfits(snapshot).items():
+        if name in usage.by_fingerprint:
+            yield Violation("store totals", f"model {name} has objects, and {reason}")
+
+
+def misfits(snapshot: ManifestSnapshot) -> dict[str, str]:
+    """Models that cannot have objects under the binding, and why, by fingerprint.
+
+    A model without a row is none: an older copy of the manifest may serve, and a full disk
+    keeps a row from being written until there is room.
+    """
+    if snapshot.binding is None:
+        return {}
+    chunk_size = snapshot.binding.chunk_size
+    return {
+        row.fingerprint: f"its alignment {row.required_alignment} does not divide the chunk size"
+        f" {chunk_size}"
+        for row in snapshot.models
+        if chunk_size % row.required_alignment
+    }

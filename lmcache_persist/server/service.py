@@ -14,17 +14,20 @@ from lmcache_persist.manifest import SCHEMA_VERSION, ManifestSnapshot
 from lmcache_persist.server.binder import Binder
 from lmcache_persist.server.converge import Converger
 from lmcache_persist.server.health import Probe, Problem, liveness, readiness
+from lmcache_persist.server.listing import objects_page
 from lmcache_persist.server.live_backup import LiveBackup
 from lmcache_persist.server.live_check import LiveCheck
 from lmcache_persist.server.live_prune import LivePrune
 from lmcache_persist.server.lookups import Lookups
 from lmcache_persist.server.registration import Registry
-from lmcache_persist.server.report import inspect_document
+from lmcache_persist.server.report import Seen, fit, inspect_document, matching
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.stats import StatsReport
 from lmcache_persist.server.stores import Stores
 from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.data_file import kernel_boot_id
+from lmcache_persist.store.survey import survey
 from lmcache_persist.store.writer import Outcome
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_NAME_CHARS = 200
+"""Of a model's name beside each object of a page."""
+MAX_DOCUMENT_BYTES = protocol.MAX_MESSAGE_BYTES - (64 << 10)
 TICK_S = 0.5
 """Seconds between looks at client locks and at what rests."""
 
@@ -78,6 +84,7 @@ class Service:
             protocol.Ping: lambda s, m, answer: answer(protocol.Done()),
             protocol.Stats: lambda s, m, answer: answer(_json(self.stats())),
             protocol.AdminInspect: self._inspect,
+            protocol.AdminObjects: self._objects,
             protocol.AdminVerify: lambda s, m, answer: self._check.verify(m, answer),
             protocol.AdminPrune: lambda s, m, answer: self._prune.prune(m, answer),
             protocol.AdminBackup: lambda s, m, answer: self._backup.store(m, answer),
@@ -148,38 +155,62 @@ class Service:
         return readiness(self._state, self._probe, self.registry.all(), differs)
 
     def _inspect(self, session: Session, message: protocol.AdminInspect, answer: Answer) -> None:
-        live = self.stats()
-        state = self._state
+        live, state = self.stats(), self._state
+        self._tell(answer, lambda: _document(state, live, message))
 
-        def then(done: Future[dict[str, Any]]) -> None:
+    def _objects(self, session: Session, message: protocol.AdminObjects, answer: Answer) -> None:
+        state = self._state
+        self._tell(answer, lambda: json.dumps(_page(state, message)).encode())
+
+    def _tell(self, answer: Answer, look: Callable[[], bytes]) -> None:
+        """Answer with a document that takes the manifest or the disk to make."""
+
+        def then(done: Future[bytes]) -> None:
             try:
-                answer(_json(done.result()))
+                answer(protocol.JsonReply(body=done.result()))
             except PersistError as error:
                 answer(error)
             except OSError as error:
                 answer(StoreIOError(f"inspect failed: {error}"))
 
-        state.run(state.clerk, lambda: _document(state, live), then)
+        self._state.run(self._state.clerk, look, then)
 
 
 def _json(value: object) -> protocol.JsonReply:
     return protocol.JsonReply(body=json.dumps(value).encode())
 
 
-def _document(state: ServerState, live: dict[str, Any]) -> dict[str, Any]:
+def _document(state: ServerState, live: dict[str, Any], message: protocol.AdminInspect) -> bytes:
     """What ``inspect`` shows of a live server: as from files, plus its live numbers."""
     boots = state.manifest.boots()
     earlier = [boot for boot in boots if boot.boot_id != state.boot_id]
-    snapshot = ManifestSnapshot(
-        schema_version=SCHEMA_VERSION,
-        binding=state.manifest.binding(),
-        models=state.manifest.models(),
-        rejections=state.manifest.rejections(),
-        boots=boots,
-    )
-    document = inspect_document(
-        snapshot,
+    seen = Seen(
+        ManifestSnapshot(
+            schema_version=SCHEMA_VERSION,
+            binding=state.manifest.binding(),
+            models=state.manifest.models(),
+            rejections=state.manifest.rejections(),
+            boots=boots,
+        ),
         state.disk.usage(),
+        survey(state.disk, state.binding_id),
         clean_shutdown=bool(earlier[-1].clean) if earlier else None,
+        corrupt_chunks=state.counters.corrupt_chunks,
+        running=state.boot_id,
+        kernel_boot_id=kernel_boot_id(),
     )
-    return {**document, "server": live}
+    document = inspect_document(seen, model=message.model, details=message.details)
+    return fit({**document, "server": live}, MAX_DOCUMENT_BYTES)
+
+
+def _page(state: ServerState, message: protocol.AdminObjects) -> dict[str, Any]:
+    models = state.manifest.models()
+    only = matching(models, state.disk.usage(), message.model) if message.model else None
+    return objects_page(
+        state.disk,
+        state.binding_id,
+        {row.fingerprint: row.name[:MAX_NAME_CHARS] for row in models},
+        after=message.after,
+        limit=message.limit,
+        fingerprints=only,
+    )

@@ -28,6 +28,7 @@ from lmcache_persist.identity import Fingerprint
 from lmcache_persist.store.objects import Place, StoredObject, StoredObjects
 
 if TYPE_CHECKING:
+    from lmcache_persist.store.findings import CheckPart, Mended
     from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "DropReason",
     "Dropped",
     "FingerprintUsage",
+    "Page",
     "Place",
     "StoredObject",
     "StoredObjects",
@@ -185,6 +187,8 @@ class Usage:
         used_bytes: taken of it, with everything that storing costs; never above it.
         stale_objects, stale_bytes: of other bindings.
         by_fingerprint: of the current binding, by model.
+        evicted_chunks, dropped_chunks: since the tier was made; dropped are bad, stale or
+            unwanted ones.
     """
 
     chunks: int
@@ -195,6 +199,21 @@ class Usage:
     stale_objects: int
     stale_bytes: int
     by_fingerprint: dict[str, FingerprintUsage]
+    evicted_chunks: int = 0
+    dropped_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Records in the order of keys, stale ones too.
+
+    Attributes:
+        records: all good.
+        next: key to go on after; None at the end. A page may be short, or empty, before.
+    """
+
+    records: list[ChunkRecord]
+    next: ChunkKey | None
 
 
 _FOREIGN = "put back the store that belongs to the manifest"
@@ -415,6 +434,46 @@ class DiskTier(ABC):
 
         Raises:
             StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def page(self, after: bytes, limit: int, fingerprint: bytes = b"") -> Page:
+        """Good records, stale ones too, in the order of keys; for those who look.
+
+        Args:
+            after: a chunk key, or where one would be; empty for the first.
+            limit: at most so many.
+            fingerprint: of this model only (raw, 32 bytes), empty for all.
+
+        Threads: any.
+
+        Raises:
+            StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+        """Check a part of the tier, every digest of it; changes nothing by itself.
+
+        Args:
+            cursor: of the part before, empty for the first.
+            budget_s: seconds, roughly.
+
+        Threads: any.
+
+        Raises:
+            MalformedMessage: ``cursor`` is none.
+            StoreIOError: the disk failed.
+        """
+
+    @abstractmethod
+    def repair(self) -> list[Mended]:
+        """Mend all but bad digests, which :meth:`check_part` finds; takes a while.
+
+        Durable: what is returned as done. Threads: writer only.
+
+        Raises:
+            StoreIOError: the disk failed; what was done before is done.
         """
 
     @abstractmethod

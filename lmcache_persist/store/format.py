@@ -26,12 +26,19 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
+from lmcache_persist.hashing import EXTENT_DIGEST_BYTES
 from lmcache_persist.store.base import CHUNK_KEY_BYTES, ChunkKey, ChunkRecord
-from lmcache_persist.store.objects import ENTRY_BYTES, Place, StoredObjects, decode_table
+from lmcache_persist.store.objects import (
+    ENTRY_BYTES,
+    ObjectTable,
+    Place,
+    StoredObjects,
+    decode_table,
+)
 
 FORMAT_VERSION = 1
 """Of everything in this module and of LMDB's data format (0.9)."""
@@ -53,6 +60,7 @@ NO_BINDING = ""
 _RECORD = struct.Struct("<QQQQ64s32sHH")
 _CHECKSUM = struct.Struct("<Q")
 _EXTENT_KEY = struct.Struct(">QHHI")
+EXTENT_KEY_BYTES = _EXTENT_KEY.size
 _ORDER_KEY = struct.Struct(">Q")
 _TOTALS = struct.Struct("<QQQ")
 
@@ -127,26 +135,76 @@ def encode_record(record: ChunkRecord) -> bytes:
     return _checksum(body) + body
 
 
+class RecordHead(NamedTuple):
+    """What counts of a record, without its digests and its times."""
+
+    key: ChunkKey
+    totals_key: bytes
+    serial: int
+    order: int
+    table: ObjectTable
+
+
+class _Fields(NamedTuple):
+    serial: int
+    order: int
+    hits: int
+    stored_at: int
+    key: bytes
+    binding: bytes
+    num_objects: int
+    reserved: int
+
+
+def _open_record(value: bytes) -> tuple[_Fields, ObjectTable, bytes]:
+    """A record's fields, its table, and its digests."""
+    head = _CHECKSUM.size + _RECORD.size
+    if len(value) < head or _checksum(value[_CHECKSUM.size :]) != value[: _CHECKSUM.size]:
+        raise FormatError("record has another checksum")
+    fields = _Fields(*_RECORD.unpack_from(value, _CHECKSUM.size))
+    end = head + fields.num_objects * ENTRY_BYTES
+    try:
+        table = decode_table(value[head:end])
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+    return fields, table, value[end:]
+
+
 def decode_record(value: bytes) -> ChunkRecord:
     """The record in ``value``; whose key it was stored under is for the caller to compare.
 
     Raises:
         FormatError: it is altered, cut, or longer than it says.
     """
-    head = _CHECKSUM.size + _RECORD.size
-    if len(value) < head or _checksum(value[_CHECKSUM.size :]) != value[: _CHECKSUM.size]:
-        raise FormatError("record has another checksum")
-    serial, order, hits, stored_at, key, binding, count, _ = _RECORD.unpack_from(
-        value, _CHECKSUM.size
-    )
-    end = head + count * ENTRY_BYTES
+    found, table, digests = _open_record(value)
     try:
-        objects = StoredObjects(decode_table(value[head:end]), value[end:])
+        objects = StoredObjects(table, digests)
     except ValueError as error:
         raise FormatError(str(error)) from error
     return ChunkRecord(
-        ChunkKey(key), binding_text(binding), objects, serial, order, hits, stored_at
+        ChunkKey(found.key),
+        binding_text(found.binding),
+        objects,
+        found.serial,
+        found.order,
+        found.hits,
+        found.stored_at,
     )
+
+
+def decode_head(value: bytes | memoryview) -> RecordHead:
+    """As :func:`decode_record`, for those who count: half the work."""
+    found, table, digests = _open_record(bytes(value))
+    if len(digests) != table.num_digests * EXTENT_DIGEST_BYTES:
+        raise FormatError(f"record has {len(digests)} bytes of digests")
+    totals = found.binding + found.key[: CHUNK_KEY_BYTES // 2]
+    return RecordHead(ChunkKey(found.key), totals, found.serial, found.order, table)
+
+
+def head_of(record: ChunkRecord) -> RecordHead:
+    """What counts of a decoded record."""
+    total = totals_key(record.binding_id, record.key)
+    return RecordHead(record.key, total, record.serial, record.order, record.objects.table)
 
 
 def totals_key(binding_id: str, key: ChunkKey) -> bytes:

@@ -34,11 +34,13 @@ from lmcache_persist.store.base import (
     check_stamp,
 )
 from lmcache_persist.store.filesystem import keeps_preallocated_space
+from lmcache_persist.store.findings import CheckPart, Mended
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_txn import StoreTxn
+from lmcache_persist.store.repair import Repair
 from lmcache_persist.store.selection import Picked, Selection
 
 logger = logging.getLogger(__name__)
@@ -432,6 +434,11 @@ class LmdbDisk(StoreReads, DiskTier):
             for start in range(0, len(distinct), step):
                 dropped += self._apply([], dict.fromkeys(distinct[start : start + step]))
             return dropped
+
+    def repair(self) -> list[Mended]:
+        """See :meth:`DiskTier.repair`."""
+        with self._writer:
+            return list(Repair(self._env, self._dbs, self._budget).run())
 
     def close(self, timeout_s: float = READERS_GONE_S) -> None:
         """See :meth:`DiskTier.close`.

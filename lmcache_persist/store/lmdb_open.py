@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ class StoreMeta:
     stamp: Binding | None
     clean_shutdown: bool
     replaced: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "stamp": self.stamp.to_json() if self.stamp else None}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StoreMeta:
+        """The inverse of :meth:`to_json`."""
+        stamp = Binding.from_json(value["stamp"]) if value["stamp"] else None
+        return cls(**{**value, "stamp": stamp})
 
 
 def create(directory: Path, capacity_bytes: int, uuid: str | None) -> None:

@@ -20,14 +20,10 @@ from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity, lmdb_open
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import (
-    ChunkKey,
-    ChunkRecord,
-    FingerprintUsage,
-    Place,
-    Usage,
-)
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, FingerprintUsage, Page, Place, Usage
+from lmcache_persist.store.check_part import PartCheck
 from lmcache_persist.store.extent_reader import ExtentReader
+from lmcache_persist.store.findings import CheckPart
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_select import chooser_of, walk
@@ -40,6 +36,8 @@ PREVIEW_S = 0.1
 """Seconds of one step of a preview."""
 LOOKS_PER_READ = 2048
 """Chunks that a preview looks at in one transaction, so that it never keeps pages for long."""
+_LOOKS_PER_RECORD = 4
+"""Entries that a page looks at, per record that it may hold: bad ones are passed over."""
 
 
 class StoreReader:
@@ -144,6 +142,41 @@ class StoreReader:
                 )
             picked.add_all(chooser.picked)
         return picked
+
+    def page(self, after: bytes, limit: int, fingerprint: bytes = b"") -> Page:
+        """See :meth:`DiskTier.page`."""
+        records: list[ChunkRecord] = []
+        start = max(after, fingerprint)
+        with self.transaction() as txn:
+            cursor = txn.cursor(db=self._dbs.chunks)
+            more = cursor.set_range(start) if start else cursor.first()
+            if more and after and bytes(cursor.key()) == after:
+                more = cursor.next()
+            last, looks = after, 0
+            while more and len(records) < limit and looks < _LOOKS_PER_RECORD * limit:
+                key = bytes(cursor.key())
+                if not key.startswith(fingerprint):
+                    return Page(records, None)
+                last, looks = key, looks + 1
+                try:
+                    record = fmt.decode_record(bytes(cursor.value()))
+                except fmt.FormatError:
+                    record = None
+                if record is not None and record.key == key:
+                    records.append(record)
+                more = cursor.next()
+            more = more and bytes(cursor.key()).startswith(fingerprint)
+        return Page(records, ChunkKey(last) if more else None)
+
+    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+        """See :meth:`DiskTier.check_part`; what is proven bad is dropped like after a read."""
+        part = PartCheck(self, self._dbs, budget_s).run(cursor)
+        for key in part.bad:
+            with self._state:
+                known = key in self._bad or key in self._taken
+            if not known:
+                self._found_bad(key, None)
+        return part
 
     def _checked(self, key: ChunkKey, value: bytes) -> ChunkRecord | None:
         try:
@@ -288,9 +321,10 @@ def usage_of(
     """What is in a store, from its totals.
 
     Raises:
-        StoreDamaged: the totals are damaged.
+        StoreDamaged: the totals or the counters are damaged.
     """
     live, stale = fmt.Totals(), fmt.Totals()
+    counters = lmdb_open.read_counters(txn, dbs)
     by_fingerprint: dict[str, FingerprintUsage] = {}
     for key, value in txn.cursor(db=dbs.totals):
         try:
@@ -315,4 +349,6 @@ def usage_of(
         stale_objects=stale.objects,
         stale_bytes=stale.nbytes,
         by_fingerprint=by_fingerprint,
+        evicted_chunks=counters.evicted,
+        dropped_chunks=counters.dropped,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, Usage
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, Page, Place, Usage
+from lmcache_persist.store.findings import CheckPart
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.selection import Picked, Selection
 
@@ -34,6 +35,14 @@ class StoreReads:
     def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
         """See :meth:`DiskTier.read_part`."""
         return self._reader.read_part(record, place, index, buffer)
+
+    def page(self, after: bytes, limit: int, fingerprint: bytes = b"") -> Page:
+        """See :meth:`DiskTier.page`."""
+        return self._reader.page(after, limit, fingerprint)
+
+    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+        """See :meth:`DiskTier.check_part`."""
+        return self._reader.check_part(cursor, budget_s)
 
     def usage(self) -> Usage:
         """See :meth:`DiskTier.usage`."""

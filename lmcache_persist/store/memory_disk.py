@@ -21,6 +21,7 @@ from lmcache_persist.store.base import (
     Dropped,
     DropReason,
     FingerprintUsage,
+    Page,
     Place,
     StoredObject,
     StoredObjects,
@@ -30,6 +31,7 @@ from lmcache_persist.store.base import (
     check_stamp,
     fingerprint_of,
 )
+from lmcache_persist.store.findings import CheckPart, Mended, Violation
 from lmcache_persist.store.format import FORMAT_VERSION, decode_order_key, order_key
 from lmcache_persist.store.selection import Chooser, Picked, Selection, bytes_in_scope
 
@@ -271,6 +273,38 @@ class MemoryDisk(DiskTier):
         with self._lock:
             keys = sorted(key for key in self._records if key > after)
         return [record for record in self.find(keys) if record is not None][:limit]
+
+    def page(self, after: bytes, limit: int, fingerprint: bytes = b"") -> Page:
+        """See :meth:`DiskTier.page`."""
+        with self._lock:
+            keys = sorted(
+                key for key in self._records if key > after and key.startswith(fingerprint)
+            )
+            records = [record for key in keys[:limit] if (record := self._records[key]).key == key]
+        return Page(records, keys[limit - 1] if len(keys) > limit else None)
+
+    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+        """See :meth:`DiskTier.check_part`; all of it is one part."""
+        violations: list[Violation] = []
+        bad: list[ChunkKey] = []
+        nbytes = 0
+        records = self.scan(b"", len(self._records))
+        for record in records:
+            for place, stored in record.objects.items():
+                nbytes += stored.nbytes
+                try:
+                    self.read_into(record, place, memoryview(bytearray(stored.nbytes)))
+                except ObjectCorrupt as error:
+                    violations.append(Violation(f"chunk {record.key.hex()}", str(error)))
+                    bad.append(record.key)
+                    break
+        objects = sum(len(record.objects) for record in records)
+        return CheckPart(violations, bad, objects, nbytes, None)
+
+    def repair(self) -> list[Mended]:
+        """See :meth:`DiskTier.repair`; sums are not kept here, so none is ever wrong."""
+        self.apply_touches()
+        return []
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
         """See :meth:`DiskTier.find`."""

@@ -6,7 +6,7 @@ The caller holds the data dir's lock, shared: beside a writer these are not safe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,14 @@ from lmcache_persist.errors import StoreIOError
 from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, ChunkRecord
-from lmcache_persist.store.check import Violation, check_store
+from lmcache_persist.store.check import Progress, Violation, check_store
 from lmcache_persist.store.data_file import set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_select import record_of
+from lmcache_persist.store.repair import Repair
+from lmcache_persist.store.tally import entries
 
 __all__ = [
     "OfflineStore",
@@ -33,6 +35,7 @@ __all__ = [
     "check",
     "looks_damaged",
     "peek",
+    "repairing",
     "set_aside",
     "structure_problem",
     "verify_pages",
@@ -204,14 +207,60 @@ class OfflineStore(StoreReads):
         """Chunks of another binding are stale."""
         return self._reader.binding_id
 
-    def check(self, *, digests: bool = True) -> Generator[Violation, None, None]:
+    def num_chunks(self) -> int:
+        """Entries of the database of records, good or bad."""
+        with self._reader.transaction() as txn:
+            return entries(txn, self._dbs.chunks)
+
+    def check(
+        self, *, digests: bool = True, progress: Progress | None = None
+    ) -> Generator[Violation, None, None]:
         """Everything that is wrong. To be exhausted or closed.
 
         Args:
             digests: read every extent, too.
+            progress: told of every chunk that was looked at.
         """
+        read = self._reader.read_extent if digests else None
         with self._reader.transaction() as txn:
-            yield from check_store(txn, self._dbs, self._reader.read_extent if digests else None)
+            yield from check_store(txn, self._dbs, read, progress)
+
+
+@contextmanager
+def repairing(
+    directory: Path,
+    *,
+    unwanted: Mapping[str, str],
+    progress: Progress,
+) -> Iterator[Repair]:
+    """A repair of the store in ``directory``, digests included, to be run in the block.
+
+    The caller holds the data dir's lock, exclusively, and has walked the tree pages.
+
+    Raises:
+        FileNotFoundError: there is no data file.
+        StoreDamaged: it must not be mapped, or is none of ours.
+        StoreIOError: as said.
+    """
+    capacity_bytes = data_file.read_meta_page(directory / data_file.DATA_NAME).map_bytes
+    lmdb_open.prepare(directory, capacity_bytes)
+    env = lmdb_open.open_environment(directory, capacity_bytes, sync=True)
+    try:
+        reader = StoreReader(directory, env, dbs := lmdb_open.open_databases(env, create=False))
+        try:
+            yield Repair(
+                env,
+                dbs,
+                reader.budget,
+                read=reader.read_extent,
+                unwanted=unwanted,
+                progress=progress,
+            )
+        finally:
+            reader.close(0.0)
+    finally:
+        env.close()
+        (directory / data_file.LOCK_NAME).unlink(missing_ok=True)
 
 
 def check(directory: Path, *, digests: bool = True) -> Iterator[Violation]:

@@ -16,7 +16,7 @@ import pytest
 import lmcache_persist
 from lmcache_persist import failpoints
 from lmcache_persist.errors import DataDirUnusable
-from lmcache_persist.server.offline import inspect_offline
+from lmcache_persist.server.looking import inspect_offline
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.recover import recover
 from support.filled import engine_of, fill, filled, hits, prompt

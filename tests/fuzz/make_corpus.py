@@ -53,8 +53,9 @@ def requests() -> dict[str, protocol.Request]:
         protocol.Flush(**HEAD, seq=4, wait_ms=100),
         protocol.Ping(**HEAD),
         protocol.Stats(**HEAD),
-        protocol.AdminInspect(**HEAD),
-        protocol.AdminVerify(**HEAD, cursor=b"k" * 64),
+        protocol.AdminInspect(**HEAD, model="m", details=True),
+        protocol.AdminObjects(**HEAD, after=b"k" * 64, limit=10, model="m"),
+        protocol.AdminVerify(**HEAD, cursor=b"c" + b"k" * 64, repair=True),
         protocol.Bye(**HEAD),
     ]
     return {type(message).__name__: message for message in made}

@@ -54,6 +54,11 @@ def test_a_live_server_and_its_files_tell_the_same(server: ServerProcess) -> Non
     offline = inspect(server.data_dir, "--models")
     assert offline["store"].pop("clean_shutdown") is True
     assert live["store"].pop("clean_shutdown") is None
+    assert (live["store"].pop("corrupt_chunks"), offline["store"].pop("corrupt_chunks")) == (
+        0,
+        None,
+    )
+    assert [live.pop("boots")[0]["end"], offline.pop("boots")[0]["end"]] == ["running", "clean"]
     assert live == offline
 
 

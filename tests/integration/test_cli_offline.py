@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -16,17 +15,18 @@ from typing import Any
 import pytest
 
 import lmcache_persist
-from lmcache_persist.cli import main
 from lmcache_persist.datadir import DataDirLock, ReaderLock, make_data_dir
 from lmcache_persist.errors import DataDirLocked, PersistError
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest import Manifest
-from lmcache_persist.server.offline import Progress, check, inspect_offline
+from lmcache_persist.server.looking import inspect_offline
+from lmcache_persist.server.offline import Progress, check
 from lmcache_persist.store.base import ChunkWrite, Place, chunk_key
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.emulated import identity
 from support.files import snapshot
+from support.verbs import in_process
 from support.manifest import binding
 from support.server import run_cli
 
@@ -46,6 +46,7 @@ KEYS = {
         "binding_id",
         "bound_at",
         "store",
+        "winner",
     },
     "models": {
         "name",
@@ -56,9 +57,30 @@ KEYS = {
         "bytes",
         "first_seen",
         "last_seen",
+        "chunks",
+        "hits",
+        "by_group",
     },
-    "store": {"objects", "bytes", "capacity_bytes", "stale_objects", "clean_shutdown"},
+    "store": {
+        "objects",
+        "bytes",
+        "capacity_bytes",
+        "stale_objects",
+        "clean_shutdown",
+        "chunks",
+        "used_bytes",
+        "stale_bytes",
+        "evicted_chunks",
+        "dropped_chunks",
+        "corrupt_chunks",
+        "estimated_from",
+        "ages",
+        "order",
+    },
     "rejections": {"at", "reason", "detail", "count"},
+    "unregistered": None,
+    "boots": None,
+    "left_out": None,
 }
 
 
@@ -111,14 +133,6 @@ def fill(root: Path, *, chunks: int = 5, stamped: bool = True, bound: bool = Tru
             manifest.close()
 
 
-def in_process(*args: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and document of a verb that runs in this process."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main([*args, "--json"])
-    return code, json.loads(out.getvalue())
-
-
 def verify(root: Path) -> tuple[int, dict[str, Any]]:
     """Exit code and document of ``verify --json``."""
     return in_process("verify", str(root))
@@ -150,14 +164,19 @@ def test_inspect_has_the_documented_keys_and_numbers(data_dir: Path) -> None:
         [(0, 0), (5, 5 * OBJECT_BYTES)],
         [(5, 5 * OBJECT_BYTES), (0, 0)],
     )
-    assert document["store"] == {
-        "objects": 5,
-        "bytes": 5 * OBJECT_BYTES,
-        "capacity_bytes": CAPACITY_BYTES,
-        "stale_objects": 0,
-        "clean_shutdown": True,
-    }
-    assert document == inspect_offline(data_dir) | {"models": document["models"]}
+    assert set(document["store"]) == KEYS["store"]
+    assert (
+        document["store"]
+        | {
+            "objects": 5,
+            "bytes": 5 * OBJECT_BYTES,
+            "capacity_bytes": CAPACITY_BYTES,
+            "stale_objects": 0,
+            "clean_shutdown": True,
+        }
+        == document["store"]
+    )
+    assert document == inspect_offline(data_dir)
 
 
 def test_models_of_one_name_are_told_apart_by_field(data_dir: Path) -> None:

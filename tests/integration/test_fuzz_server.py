@@ -97,8 +97,10 @@ class Attacker:
             protocol.Flush(**head, wait_ms=10_000),
             protocol.Ping(**head),
             protocol.Stats(**head),
-            protocol.AdminInspect(**head),
+            protocol.AdminInspect(**head, details=True),
+            protocol.AdminObjects(**head, after=bytes(64), limit=5),
             protocol.AdminVerify(**head),
+            protocol.AdminVerify(**head, repair=True),
             protocol.Hello(proto_min=1, proto_max=1, kind="worker"),
         ]
 

@@ -78,8 +78,14 @@ REQUESTS = {
     protocol.Flush: {**head, "seq": st.none() | count, "wait_ms": wait},
     protocol.Ping: head,
     protocol.Stats: head,
-    protocol.AdminInspect: head,
-    protocol.AdminVerify: {**head, "cursor": st.binary(max_size=128)},
+    protocol.AdminInspect: {**head, "model": label, "details": st.booleans()},
+    protocol.AdminObjects: {
+        **head,
+        "after": st.binary(max_size=128),
+        "limit": st.integers(1, protocol.MAX_OBJECTS_PER_PAGE),
+        "model": label,
+    },
+    protocol.AdminVerify: {**head, "cursor": st.binary(max_size=128), "repair": st.booleans()},
     protocol.AdminPrune: {
         **head,
         "fingerprints": st.none() | st.lists(hex64, max_size=3),

@@ -66,6 +66,7 @@ def test_summary_has_the_public_keys() -> None:
         "binding_id",
         "bound_at",
         "store",
+        "winner",
     ]
     assert summary["hash_algorithm"] == "blake3-chain-v1"
     assert list(summary["store"]) == ["backend", "uuid", "format_version"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmcache_persist.manifest.catalog import ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot
-from lmcache_persist.server.report import MAX_DIFFERENCES, inspect_document
+from lmcache_persist.server.report import MAX_DIFFERENCES, Seen, inspect_document
 
 
 def row(number: int, name: str = "m", **identity: Any) -> ModelRow:
@@ -17,7 +17,7 @@ def row(number: int, name: str = "m", **identity: Any) -> ModelRow:
 def differences(*rows: ModelRow) -> list[Any]:
     """What each of them differs from, and in what."""
     snapshot = ManifestSnapshot(1, None, list(rows), [], [])
-    document = inspect_document(snapshot, None, clean_shutdown=None)
+    document = inspect_document(Seen(snapshot), details=True)
     return [model["differs_from"] for model in document["models"]]
 
 
