@@ -16,6 +16,7 @@ from lmcache_persist import __version__
 from lmcache_persist.cli.backup import backup
 from lmcache_persist.cli.bench import bench
 from lmcache_persist.cli.demo import demo
+from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.flush import flush
 from lmcache_persist.cli.inspect import inspect
 from lmcache_persist.cli.negotiate import negotiate
@@ -88,9 +89,12 @@ def main(args: list[str] | None = None) -> int:
             # Names may hold what the terminal's encoding has no form for.
             with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="backslashreplace")
+    stdout = sys.stdout
     try:
         app(args=args, prog_name="lmcache-persist")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if sys.stdout is not stdout:
+            return ExitCode.BROKEN_PIPE  # of a help text: click put something mute in its place
         return finish(code)
     return finish(0)

@@ -93,14 +93,14 @@ class LiveCheck:
         def then(done: Future[list[ChunkKey]]) -> None:
             _answer(answer, done, lambda _: answer(_json(part_document(part, usage, repair=True))))
 
-        state.writer.ask(lambda: state.disk.drop(part.bad)).add_done_callback(
+        state.writer.run(lambda: state.disk.drop(part.bad)).add_done_callback(
             lambda done: state.mailbox.post(lambda: then(done))
         )
 
     def _mend(self, answer: Answer) -> None:
         """Start mending, or say that it goes on; the result goes to whoever asks first."""
         if self._mending is None:
-            self._mending = self._state.writer.ask(self._state.disk.repair)
+            self._mending = self._state.writer.run(self._state.disk.repair)
         if not self._mending.done():
             answer(_json({**_NOTHING, "cursor": MENDING.hex()}))
             return

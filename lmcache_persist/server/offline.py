@@ -39,10 +39,10 @@ Confirm = Callable[[Sequence[str]], None]
 
 
 def existing_data_dir(data_dir: Path) -> DataDir:
-    """The paths of a folder that is there.
+    """The paths of a folder that a server has used; nothing is made in another one.
 
     Raises:
-        DataDirUnusable: it is absent, no folder, or cannot be looked into.
+        DataDirUnusable: it is absent, no folder, none of a server, or cannot be looked into.
     """
     try:
         mode = os.stat(data_dir).st_mode
@@ -51,13 +51,20 @@ def existing_data_dir(data_dir: Path) -> DataDir:
                 f"data dir {data_dir} is a file, expected a folder",
                 hint="give the --data-dir of a server",
             )
-        os.listdir(data_dir)
+        names = set(os.listdir(data_dir))
     except OSError as error:
         raise DataDirUnusable(
             f"data dir {data_dir} cannot be read: {error.strerror}",
             hint="give the --data-dir of a server, as a user that may read it",
         ) from error
-    return DataDir(data_dir)
+    paths = DataDir(data_dir)
+    ours = (paths.manifest, paths.store, paths.lock, paths.resetting)
+    if not any(name.startswith(path.name) for name in names for path in ours):
+        raise DataDirUnusable(
+            f"data dir {data_dir} has neither manifest nor store, expected a server's data dir",
+            hint="give the --data-dir of a server",
+        )
+    return paths
 
 
 def refuse_if_resetting(paths: DataDir) -> None:

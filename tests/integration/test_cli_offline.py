@@ -26,9 +26,9 @@ from lmcache_persist.store.base import ChunkWrite, Place, chunk_key
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.emulated import identity
 from support.files import snapshot
-from support.verbs import in_process
 from support.manifest import binding
 from support.server import run_cli
+from support.verbs import in_process
 
 CAPACITY_BYTES = 32 << 20
 OBJECT_BYTES = 100_000

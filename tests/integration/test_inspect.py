@@ -18,8 +18,8 @@ from lmcache_persist.connector import ClientOptions
 from lmcache_persist.manifest import Manifest
 from support.emulated import EmulatedEngine
 from support.files import snapshot
-from support.verbs import in_process
 from support.server import ServerProcess, inspect, run_cli, short_folder
+from support.verbs import in_process
 
 PATIENT = ClientOptions(request_timeout_s=10.0)
 CHUNKS = 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lmcache_persist
-from lmcache_persist.server.offline import inspect_offline
+from lmcache_persist.server.looking import inspect_offline
 from support.files import snapshot
 from support.filled import fill, filled, hits
 from support.server import ServerProcess, run_cli, short_folder

@@ -15,9 +15,9 @@ import pytest
 
 from support.files import snapshot
 from support.filled import OBJECT_BYTES, fill, hits
-from support.verbs import in_process
 from support.mutilate import alter
 from support.server import ServerProcess, inspect, run_cli, short_folder
+from support.verbs import in_process
 
 CHUNKS = 12
 CAPACITY = str(16 << 20)
