@@ -348,6 +348,7 @@ def carry_out(
         disk = _open(decision, paths, settings)
     except StoreDamaged as error:
         if decision.binding is None:
+            error.hint = f"start afresh with: lmcache-persist reset {settings.data_dir}"
             raise
         # What a start looks at was well, and what opening for writing needs was not.
         log.warning(
@@ -362,7 +363,13 @@ def carry_out(
 
 
 def _set_aside(paths: DataDir) -> None:
-    log.warning("the damaged store is now %s", data_file.set_aside(paths.store))
+    log.warning(
+        "the damaged store is now %s; to have what is good in it back, stop the server, move it"
+        " to %s again, and run: lmcache-persist verify %s --repair",
+        data_file.set_aside(paths.store),
+        paths.store,
+        paths.root,
+    )
 
 
 def _open(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.LmdbDisk:

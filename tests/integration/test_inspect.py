@@ -16,6 +16,7 @@ import pytest
 
 from lmcache_persist.connector import ClientOptions
 from lmcache_persist.manifest import Manifest
+from lmcache_persist.server import looking
 from support.emulated import EmulatedEngine
 from support.files import snapshot
 from support.server import ServerProcess, inspect, run_cli, short_folder
@@ -206,6 +207,21 @@ def test_a_hung_server_has_no_objects_to_show(data_dir: Path) -> None:
     assert done.returncode == 4
     assert (document["store"], document["objects"]) == ("unavailable", None)
     assert document["boots"][-1]["end"] == "running"
+
+
+def test_broken_pages_cannot_end_inspect(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB ends the process that reads broken pages: a child dies, and inspect tells of it."""
+    # As in a store too large for a walk over its pages before.
+    monkeypatch.setattr(looking, "MAX_WALKED_CHUNKS", 0)
+
+    def dies(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    monkeypatch.setattr(looking.store_files.OfflineStore, "usage", dies)
+    code, document = in_process("inspect", str(data_dir), "--objects")
+    assert code == 6
+    assert (document["store"], document["objects"]) == ("unavailable", None)
+    assert document["binding"]["chunk_size"] == 256
 
 
 AS_NOBODY = """

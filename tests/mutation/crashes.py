@@ -10,6 +10,10 @@ _POWER = "tests/crash/test_power_cut.py::"
 _DAMAGE = "tests/crash/test_damage_table.py::"
 _FAULT = "tests/crash/test_nth_fault.py::"
 _FULL = "tests/crash/test_full_disk.py::"
+_REPAIR = "tests/unit/store/test_repair.py::"
+_REPAIR_CRASH = "tests/crash/test_repair_crash.py::"
+_VERIFY = "tests/integration/test_verify_repair.py::"
+_INSPECT = "tests/integration/test_inspect.py::"
 
 MUTATIONS = (
     Mutation(
@@ -50,9 +54,44 @@ MUTATIONS = (
     Mutation(
         "damage-at-opening-ends-the-start",
         _SERVER + "recovery.py",
-        "        if decision.binding is None:\n            raise\n",
-        "        raise\n",
+        "        if decision.binding is None:\n            error.hint",
+        "        if True:\n            error.hint",
         (_DAMAGE + "test_noise_in_a_tree_never_loops",),
+    ),
+    Mutation(
+        "repair-drops-what-the-disk-does-not-read",
+        _STORE + "repair.py",
+        "        if problem.fault is Fault.UNREADABLE:\n",
+        "        if False:\n",
+        (_REPAIR + "test_a_disk_that_fails_proves_nothing",),
+    ),
+    Mutation(
+        "repair-drops-a-chunk-and-not-its-count",
+        _STORE + "repair.py",
+        "        self._subtract(txn, record)\n\n",
+        "\n",
+        (_REPAIR_CRASH + "test_a_drop_leaves_right_totals_right",),
+    ),
+    Mutation(
+        "repair-leaves-orphans",
+        _STORE + "repair.py",
+        "        if extents:\n            serials",
+        "        if False:\n            serials",
+        (_REPAIR + "test_each_way_is_noticed_mended_and_clean_afterwards",),
+    ),
+    Mutation(
+        "repair-of-a-foreign-store",
+        _SERVER + "repair.py",
+        "        recovery.check_together(found, data_dir)\n",
+        "",
+        (_VERIFY + "test_what_no_repair_can_know_is_refused",),
+    ),
+    Mutation(
+        "inspect-maps-a-broken-store-itself",
+        _SERVER + "looking.py",
+        "in_child(_reading(paths.store, snapshot, wish))",
+        "_reading(paths.store, snapshot, wish)()",
+        (_INSPECT + "test_broken_pages_cannot_end_inspect",),
     ),
     Mutation(
         "deaths-never-forgotten",

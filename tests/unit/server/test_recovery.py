@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lmcache_persist.binding import Binding
+from lmcache_persist.cli.app import app
 from lmcache_persist.config import Settings
 from lmcache_persist.errors import BindingMismatch, FormatTooNew, StoreMismatch
 from lmcache_persist.manifest import ManifestSnapshot
@@ -233,3 +235,33 @@ def test_a_binding_of_a_newer_store_format_is_refused(state: StoreState) -> None
     newer = replace(binding(), store_format_version=2)
     with pytest.raises(FormatTooNew, match="format 2"):
         decide(found(newer, state, stamp=newer), AUTO)
+
+
+REFUSED = {
+    "no manifest": replace(found(None, stamp=binding()), snapshot=None),
+    "unbound": found(None, stamp=binding()),
+    "unbound, no stamp": found(None, has_objects=True),
+    "unbound, damaged": found(None, StoreState.DAMAGED),
+    "another store": found(binding(), uuid="b" * 32),
+    "another binding": found(binding(), stamp=binding(at="2027-01-01T00:00:00.000000+00:00")),
+    "objects without stamp": found(binding(), has_objects=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_verb_that_mends_it(name: str) -> None:
+    """The hint of every refusal for what is on disk is a command of this program to copy."""
+    with pytest.raises(StoreMismatch) as caught:
+        decide(REFUSED[name], AUTO)
+    verbs = {str(info.callback.__name__) for info in app.registered_commands if info.callback}
+    named = re.findall(r"lmcache-persist (\w+) /nowhere", caught.value.hint or "")
+    assert named
+    assert set(named) <= verbs & {"recover", "reset", "verify", "rebind"}
+    assert ("recover" in named) == (REFUSED[name].snapshot is None or name == "unbound")
+
+
+def test_another_size_names_the_verb_that_gives_what_is_stored_up() -> None:
+    """A fixed size that is not the bound one: start with that, or rebind."""
+    with pytest.raises(BindingMismatch) as caught:
+        decide(found(binding(), stamp=binding()), settings(chunk_size=640))
+    assert "lmcache-persist rebind /nowhere --chunk-size 640" in (caught.value.hint or "")
