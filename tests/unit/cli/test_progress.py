@@ -1,0 +1,66 @@
+"""The progress line: right numbers, on a terminal only, never in the way of a result."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from lmcache_persist.cli.progress import ProgressLine, line
+
+MIB = 1 << 20
+
+
+def test_the_line_has_share_rate_and_time_left() -> None:
+    """A quarter of 4 GiB in 2 s: 512 MiB a second, 6 s to go."""
+    text = line("verify", 1024 * MIB, 4096 * MIB, 2.0)
+    assert text == (
+        "verify: [######                  ]  25 % 1.00 GiB of 4.00 GiB, 512.00 MiB/s, 6 s left"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_nothing_is_divided_by_zero(seconds: float) -> None:
+    """No time passed, nothing known, more done than there was: a line all the same."""
+    assert "s left" not in line("x", 0, 100, seconds)
+    assert line("x", 0, None, seconds, "note").endswith(", note")
+    assert "100 %" in line("x", 300, 100, seconds)
+
+
+def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stderr of a script stays free of it."""
+    progress = ProgressLine("verify")
+    progress.update(1, 2)
+    progress.clear()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_sees_it_and_stdout_does_not() -> None:
+    """Drawn on stderr, cut to the width, wiped before a result is written."""
+    script = (
+        "from lmcache_persist.cli.progress import ProgressLine; import sys\n"
+        "progress = ProgressLine('verify'); progress.update(1, 2, 'x' * 500); progress.clear()\n"
+        "sys.stdout.write('result')"
+    )
+    master, slave = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=slave,
+            timeout=60,
+            check=True,
+            env={**os.environ, "COLUMNS": "60"},
+        )
+        os.close(slave)
+        drawn = os.read(master, 65536).decode()
+    finally:
+        os.close(master)
+    assert done.stdout == b"result"
+    _, text, rest = drawn.split("\r\x1b[2K")
+    assert text.startswith("verify: [")
+    assert len(text) < 60
+    assert rest == ""
