@@ -119,7 +119,7 @@ def read(root: Path, wish: Wish, timeout_s: float) -> tuple[dict[str, Any], Pers
     except DataDirLocked as error:
         locked = error
     try:
-        return ask_server(root, wish, timeout_s), None
+        return ask_server(root, timeout_s, wish), None
     except TransportError as error:
         hung = error
     try:
@@ -129,14 +129,16 @@ def read(root: Path, wish: Wish, timeout_s: float) -> tuple[dict[str, Any], Pers
         return look_at_manifest(root, wish), hung
 
 
-def ask_server(root: Path, wish: Wish, timeout_s: float) -> dict[str, Any]:
+def ask_server(root: Path, timeout_s: float, wish: Wish | None = None) -> dict[str, Any]:
     """The document from the server that holds the data dir.
 
     Raises:
         TransportError: it does not answer, or another one does.
     """
     from lmcache_persist.protocol import MAX_OBJECTS_PER_PAGE, AdminInspect, AdminObjects
+    from lmcache_persist.server.looking import Wish
 
+    wish = wish or Wish()
     with holding_server(root, timeout_s, "inspect") as client:
         document = ask_json(client, AdminInspect, timeout_s, model=wish.model, details=wish.details)
         if wish.objects is None:

@@ -1,54 +1,32 @@
-"""A line that says how far something is: on stderr, and only on a terminal."""
+"""How far a check is: a bar, the rate and the time left, in a :class:`.ticker.Ticker`."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 
+from lmcache_persist.cli.ticker import Ticker
 from lmcache_persist.units import approximate_size
 
-EVERY_S = 0.1
 _BAR_CHARS = 24
-_CLEAR = "\r\x1b[2K"
 
 
-class ProgressLine:
-    """Redrawn in place, wiped before anything else is written.
+class ProgressLine(Ticker):
+    """Redrawn in place on a terminal; nothing elsewhere.
 
     Args:
         what: is under way.
-        shown: whether to draw at all; by default, if stderr is a terminal.
     """
 
-    def __init__(self, what: str, *, shown: bool | None = None) -> None:
+    def __init__(self, what: str) -> None:
+        super().__init__()
         self._what = what
-        self._shown = sys.stderr.isatty() if shown is None else shown
         self._began_s = time.monotonic()
-        self._drawn_s = 0.0
 
     def update(self, done_bytes: int, total_bytes: int | None, note: str = "") -> None:
-        """Say how far it is; costs nothing if it was said just now."""
-        now = time.monotonic()
-        if not self._shown or now - self._drawn_s < EVERY_S:
-            return
-        self._drawn_s = now
-        text = line(self._what, done_bytes, total_bytes, now - self._began_s, note)
-        width = shutil.get_terminal_size().columns
-        self._write(_CLEAR + text[: max(0, width - 1)])
-
-    def clear(self) -> None:
-        """Wipe the line, to write something else there."""
-        if self._shown and self._drawn_s:
-            self._drawn_s = 0.0
-            self._write(_CLEAR)
-
-    def _write(self, text: str) -> None:
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except OSError:
-            self._shown = False  # talk is not the result
+        """Say how far it is, unless that was said just now."""
+        if self.due:
+            seconds = time.monotonic() - self._began_s
+            self.show(line(self._what, done_bytes, total_bytes, seconds, note))
 
 
 def line(

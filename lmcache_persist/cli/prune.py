@@ -103,7 +103,7 @@ def _age_s(text: str) -> float:
 
 def _models(root: Path, timeout_s: float) -> tuple[list[dict[str, Any]], bool]:
     """The models of the data dir, and whether a server holds it."""
-    from lmcache_persist.server.offline import look
+    from lmcache_persist.server.looking import look
 
     try:
         document, problem = look(root)

@@ -25,9 +25,14 @@ class Ticker:
         self._due_s = 0.0
         self._tty = sys.stderr is not None and sys.stderr.isatty()
 
+    @property
+    def due(self) -> bool:
+        """Whether a text would be shown now."""
+        return self._tty and time.monotonic() >= self._due_s
+
     def show(self, text: str) -> None:
         """Replace the line, unless that was done a moment ago."""
-        if not self._tty or time.monotonic() < self._due_s:
+        if not self.due:
             return
         self._due_s = time.monotonic() + _EVERY_S
         width = max(20, shutil.get_terminal_size().columns) - 1
@@ -50,7 +55,12 @@ class Ticker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Wipe the line, so that something else can be written there."""
         if self._shown:
+            self._shown = False
             self._write("\r\x1b[K")
 
 

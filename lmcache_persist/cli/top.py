@@ -16,7 +16,7 @@ import typer
 
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.inspect import reachable_endpoint
+from lmcache_persist.cli.live import reachable_endpoint
 from lmcache_persist.cli.output import ending, error_document, write, write_line
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.cli.rates import compare

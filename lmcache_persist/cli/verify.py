@@ -12,10 +12,9 @@ import typer
 
 from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.live import absolute, holding_server
+from lmcache_persist.cli.live import absolute, by_server, holding_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.progress import ProgressLine
-from lmcache_persist.datadir import ReaderLock
 from lmcache_persist.errors import DataDirLocked, MalformedMessage
 
 if TYPE_CHECKING:
@@ -128,9 +127,9 @@ class _Check:
     def _findings(self) -> Iterator[Found]:
         try:
             yield from self._offline()
-        except DataDirLocked:  # raised before anything is read
-            if _only_read(self._root):
-                raise  # by other readers: there is no server to ask
+        except DataDirLocked as error:  # raised before anything is read
+            if not by_server(error):
+                raise
             yield from self._live()
 
     def _offline(self) -> Iterator[Found]:
@@ -189,15 +188,6 @@ class _Check:
                     self.line.update(checked, None, "the server mends its order and its sums")
                     time.sleep(_MENDING_POLL_S)
                 cursor = part.cursor
-
-
-def _only_read(root: Path) -> bool:
-    """Whether no server holds the data dir."""
-    try:
-        ReaderLock.acquire(root).release()
-    except DataDirLocked:
-        return False
-    return True
 
 
 class _Part:

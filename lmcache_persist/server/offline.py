@@ -32,32 +32,38 @@ from lmcache_persist.store.check import Progress, Violation
 from lmcache_persist.store.data_file import DATA_NAME
 from lmcache_persist.store.lmdb_open import StoreMeta
 
-__all__ = ["Progress", "Violation", "check", "existing_data_dir", "refuse_if_resetting"]
+__all__ = [
+    "Progress",
+    "Violation",
+    "check",
+    "existing_data_dir",
+    "refuse_if_resetting",
+    "used_data_dir",
+]
 
 Confirm = Callable[[Sequence[str]], None]
 """Shown what a verb is about to throw away; raises to leave everything as it is."""
 
 
 def existing_data_dir(data_dir: Path) -> DataDir:
-    """The paths of a folder that a server has used; nothing is made in another one.
+    """The paths of a folder that is there.
 
     Raises:
-        DataDirUnusable: it is absent, no folder, none of a server, or cannot be looked into.
+        DataDirUnusable: it is absent, no folder, or cannot be looked into.
     """
-    try:
-        mode = os.stat(data_dir).st_mode
-        if not stat.S_ISDIR(mode):
-            raise DataDirUnusable(
-                f"data dir {data_dir} is a file, expected a folder",
-                hint="give the --data-dir of a server",
-            )
-        names = set(os.listdir(data_dir))
-    except OSError as error:
-        raise DataDirUnusable(
-            f"data dir {data_dir} cannot be read: {error.strerror}",
-            hint="give the --data-dir of a server, as a user that may read it",
-        ) from error
-    paths = DataDir(data_dir)
+    _names(data_dir)
+    return DataDir(data_dir)
+
+
+def used_data_dir(data_dir: Path) -> DataDir:
+    """As :func:`existing_data_dir`, of a folder that a server has used.
+
+    For verbs that take the lock: they make nothing in another folder.
+
+    Raises:
+        DataDirUnusable: as it does, or nothing in there is a server's.
+    """
+    names, paths = _names(data_dir), DataDir(data_dir)
     ours = (paths.manifest, paths.store, paths.lock, paths.resetting)
     if not any(name.startswith(path.name) for name in names for path in ours):
         raise DataDirUnusable(
@@ -65,6 +71,22 @@ def existing_data_dir(data_dir: Path) -> DataDir:
             hint="give the --data-dir of a server",
         )
     return paths
+
+
+def _names(data_dir: Path) -> list[str]:
+    try:
+        mode = os.stat(data_dir).st_mode
+        if not stat.S_ISDIR(mode):
+            raise DataDirUnusable(
+                f"data dir {data_dir} is a file, expected a folder",
+                hint="give the --data-dir of a server",
+            )
+        return os.listdir(data_dir)
+    except OSError as error:
+        raise DataDirUnusable(
+            f"data dir {data_dir} cannot be read: {error.strerror}",
+            hint="give the --data-dir of a server, as a user that may read it",
+        ) from error
 
 
 def refuse_if_resetting(paths: DataDir) -> None:

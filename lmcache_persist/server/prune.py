@@ -16,7 +16,7 @@ from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock
 from lmcache_persist.errors import ConfigError
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.server import crashes, recovery
-from lmcache_persist.server.offline import existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.offline import refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import OfflineStore
@@ -80,7 +80,7 @@ def preview(data_dir: Path, selection: Selection) -> Iterator[Picked]:
         DataDirLocked: a server holds the data dir: ask that one.
         PersistError: the data dir cannot be read.
     """
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with ReaderLock.acquire(data_dir):
         found = _look(paths)
         if found.store is StoreState.ABSENT:
@@ -111,7 +111,7 @@ def prune(data_dir: Path, selection: Selection) -> Iterator[Picked]:
     """
     if selection.is_everything:
         raise ValueError("a selection that means everything: that is what reset is for")
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
         found = _look(paths)
         if found.store is StoreState.ABSENT:

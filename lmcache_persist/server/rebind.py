@@ -19,7 +19,7 @@ from lmcache_persist.errors import AlignmentTooLarge, StoreDamaged, Unbound
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.losses import amount, per_model, rows_of
-from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
 from lmcache_persist.server.state import utc_now
@@ -59,7 +59,7 @@ def rebind(
         PersistError: the disk failed; the old binding holds or the new one.
     """
     _check_size(chunk_size, max_chunk_size)
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
         refuse_if_resetting(paths)
         found = recovery.look(paths, deep=crashes.crashed_last_time(paths))

@@ -18,7 +18,7 @@ from lmcache_persist.errors import ManifestUnreadable, StoreMismatch
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
 from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.losses import amount
-from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
 from lmcache_persist.store.offline import OfflineStore
@@ -50,7 +50,7 @@ def recover(
         SchemaTooNew, FormatTooNew, ManifestBusy: as they say; nothing was changed.
         PersistError: the disk failed; recover again.
     """
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
         refuse_if_resetting(paths)
         found, damage = _look(paths)

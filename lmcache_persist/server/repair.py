@@ -21,7 +21,6 @@ from lmcache_persist.server.offline import (
     after_rebind,
     check_manifest,
     check_model,
-    existing_data_dir,
     expect,
     has_data_file,
     in_store,
@@ -29,6 +28,7 @@ from lmcache_persist.server.offline import (
     read_manifest,
     refuse_if_resetting,
     usage_or_none,
+    used_data_dir,
 )
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.capacity import MIN_CAPACITY_BYTES
@@ -52,7 +52,7 @@ def repair(data_dir: Path, *, progress: Progress | None = None) -> Iterator[Mend
         SchemaTooNew, FormatTooNew: this version does not know what is right.
         PersistError: the disk failed; what was yielded before is done.
     """
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with DataDirLock.acquire(data_dir):
         refuse_if_resetting(paths)
         snapshot = read_manifest(paths)

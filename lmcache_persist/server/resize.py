@@ -21,7 +21,7 @@ from lmcache_persist.errors import StoreIOError, Unbound
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import crashes, recovery
 from lmcache_persist.server.losses import amount, per_model
-from lmcache_persist.server.offline import Confirm, existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_room
 from lmcache_persist.store import copying, data_file, lmdb_open
@@ -81,7 +81,7 @@ def resize(
         PersistError: the disk failed; the old capacity holds, or the new one.
     """
     PageBudget.of(capacity_bytes)
-    paths = existing_data_dir(data_dir)
+    paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
         refuse_if_resetting(paths)
         found = recovery.look(paths, deep=crashes.crashed_last_time(paths))

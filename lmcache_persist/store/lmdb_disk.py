@@ -34,7 +34,7 @@ from lmcache_persist.store.base import (
     check_stamp,
 )
 from lmcache_persist.store.filesystem import keeps_preallocated_space
-from lmcache_persist.store.findings import CheckPart, Mended
+from lmcache_persist.store.findings import Mended
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader

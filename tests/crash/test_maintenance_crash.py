@@ -16,7 +16,7 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import DataDirUnusable
 from lmcache_persist.server import reset
 from lmcache_persist.server.backup import FilesSource, back_up
-from lmcache_persist.server.offline import inspect_offline
+from lmcache_persist.server.looking import inspect_offline
 from lmcache_persist.server.prune import prune
 from lmcache_persist.server.resize import resize
 from lmcache_persist.server.restore import restore

@@ -26,7 +26,7 @@ STOPPED = 3
 _KILL_READERS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from lmcache_persist.server.offline import look
+from lmcache_persist.server.looking import look
 root, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)
 look(root)

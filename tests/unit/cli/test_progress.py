@@ -60,7 +60,7 @@ def test_a_terminal_sees_it_and_stdout_does_not() -> None:
     finally:
         os.close(master)
     assert done.stdout == b"result"
-    _, text, rest = drawn.split("\r\x1b[2K")
+    _, text, rest = drawn.split("\r\x1b[K")
     assert text.startswith("verify: [")
     assert len(text) < 60
     assert rest == ""
