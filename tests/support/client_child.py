@@ -19,7 +19,10 @@ from typing import Any, Self
 from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.protocol import Grant
 from support.emulated import TIMEOUT_S, EmulatedEngine, pattern
+from support.results import SOAKING
 
+LIFE_S = 900.0 if SOAKING else 170.0
+"""Seconds after which a child ends itself, should its driver have been killed."""
 OPTIONS = ClientOptions(request_timeout_s=5.0, lookup_timeout_s=20.0, pool_idle_s=2.0)
 
 
@@ -228,7 +231,7 @@ class ClientProcess:
 def main() -> None:
     """Do what the lines on stdin say."""
     worker = Worker(sys.argv[1])
-    watchdog = threading.Timer(170, os._exit, (3,))
+    watchdog = threading.Timer(LIFE_S, os._exit, (3,))
     watchdog.daemon = True
     watchdog.start()
     for line in sys.stdin:
