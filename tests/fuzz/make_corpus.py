@@ -56,6 +56,9 @@ def requests() -> dict[str, protocol.Request]:
         protocol.AdminInspect(**HEAD, model="m", details=True),
         protocol.AdminObjects(**HEAD, after=b"k" * 64, limit=10, model="m"),
         protocol.AdminVerify(**HEAD, cursor=b"c" + b"k" * 64, repair=True),
+        protocol.AdminPrune(**HEAD, fingerprints=["f" * 64], dry_run=True, cursor=b"k" * 64),
+        protocol.AdminBackup(**HEAD, cursor=b"k" * 64),
+        protocol.AdminManifest(**HEAD, offset=4096),
         protocol.Bye(**HEAD),
     ]
     return {type(message).__name__: message for message in made}
@@ -84,6 +87,8 @@ def replies() -> dict[str, protocol.Reply]:
         protocol.Committed(**tail, seq=4, refused=[2]),
         protocol.Done(**tail),
         protocol.Flushed(**tail, dropped_chunks=1),
+        protocol.StorePiece(**tail, parts=[protocol.StorePart(b"r", 0, [b"x"])], cursor=b"k" * 64),
+        protocol.ManifestPiece(**tail, data=b"SQLite", total_bytes=6, digest="f" * 64),
         protocol.JsonReply(**tail, body=b'{"committed_seq": 4}'),
         protocol.ErrorReply(
             **tail, code="stale", message="another boot", hint="hello", fields=b'{"found": 1}'
