@@ -18,7 +18,7 @@ from lmcache_persist.store.base import ChunkKey, ChunkRecord, chunk_hash_of
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
-from support.server import ServerProcess, run_cli
+from support.server import ServerProcess, inspect, run_cli
 from support.waiting import wait_until
 from support.web import fetch, free_port
 
@@ -116,6 +116,23 @@ def test_a_stop_waits_for_no_hanging_read(make_server: MakeServer, root: Path) -
     again = make_server(pool_size=POOL).start()
     with engine(again, "again", 20.0) as back:
         assert hits(back, 1) == CHUNKS
+
+
+def test_a_stop_waits_for_no_hanging_manifest(make_server: MakeServer, root: Path) -> None:
+    """A bind that hangs before its commit is given up with the process, and never was."""
+    env = {"LMCACHE_PERSIST_FAILPOINTS": f"bind.before_commit=pause:{root / 'never'}"}
+    server = make_server("--shutdown-timeout", "1", pool_size=POOL, env=env).start()
+    done = run_cli("negotiate", "--server", server.url, "--groups", "256", "--timeout", "1")
+    assert done.returncode == 4
+    at = time.monotonic()
+    assert server.terminate() == 1
+    assert time.monotonic() - at < 20
+    assert "Traceback" not in server.log()
+    assert list(server.pool_dir.glob("*.pool")) == []
+    again = make_server(pool_size=POOL).start()
+    assert inspect(again.data_dir)["binding"] is None
+    with engine(again, "again", 20.0) as back:
+        assert back.chunk_size == 256
 
 
 @pytest.mark.parametrize("point", ["commit.before_write", "commit.before_sync"])

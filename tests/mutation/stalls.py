@@ -118,4 +118,11 @@ MUTATIONS = (
         "",
         (CONVERGE + "test_servers_that_go_round_in_a_circle_say_so",),
     ),
+    Mutation(
+        "stop-waits-for-a-hanging-manifest",
+        _SERVER + "state.py",
+        "self.clerk.shutdown(wait=done, cancel_futures=True)",
+        "self.clerk.shutdown(wait=True, cancel_futures=True)",
+        (_STALLED + "test_a_stop_waits_for_no_hanging_manifest",),
+    ),
 )
