@@ -235,7 +235,10 @@ def _write_text(document: dict[str, Any]) -> None:
     wrong = document["mismatches"]
     verdict = f"{wrong} OBJECTS ARE WRONG" if wrong else "every byte as stored"
     write(f"{total} chunks compared: {verdict}")
-    say(f"note: what was stored stays, as model {document['model']}, until evicted or pruned")
+    say(
+        f"note: what was stored stays until it is evicted, or pruned with"
+        f" lmcache-persist prune DIR --model {document['model']}"
+    )
 
 
 def _row(what: str, size: object, rate: object, times: object) -> list[str]:
