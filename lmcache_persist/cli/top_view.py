@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-BAR_CHARS = 10
+BAR_CHARS = 8
 HEADER_EVERY = 20
 """Lines after which the names of the columns are said again."""
 
@@ -45,6 +45,9 @@ def per_second(value: float | None, *, size: bool = False) -> str:
         return "-"
     if size:
         return approximate_size(round(value))
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 100 * factor:
+            return f"{value / factor:.0f}{unit}"
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
 
 
@@ -144,8 +147,8 @@ def _numbers(document: dict[str, Any]) -> RenderableType:
     rates, means = document["per_second"], document["mean_ms"]
     memory, disk = document["memory"], document["disk"]
     memory_share, disk_share = _full(document)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for style, width in (("bold", 8), ("", 18), ("bold", 9), ("", 13), ("bold", 8), ("", 8)):
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for style, width in (("bold", 8), ("", 16), ("bold", 9), ("", 15), ("bold", 8), ("", 12)):
         table.add_column(style=style, overflow="ellipsis", no_wrap=True, min_width=width)
 
     def size(name: str) -> str:
@@ -160,7 +163,7 @@ def _numbers(document: dict[str, Any]) -> RenderableType:
     row(
         *("hit rate", f"{percent(document['hit_rate'])} %"),
         *("overall", f"{percent(document['hit_rate_since_start'])} %"),
-        *("lookups", f"{per_second(rates['lookups'])}/s, {mean('lookup')}"),
+        *("lookups", f"{per_second(rates['lookups'])}/s"),
     )
     row(
         *("asked", f"{per_second(rates['lookup_tokens'])} tok/s"),
@@ -170,7 +173,7 @@ def _numbers(document: dict[str, Any]) -> RenderableType:
     row(
         *("out", size("loaded_bytes")),
         *("from disk", size("disk_read_bytes")),
-        *("read", mean("disk_read")),
+        *("decided", mean("lookup")),
     )
     row(
         *("in", size("committed_bytes")),
@@ -180,7 +183,7 @@ def _numbers(document: dict[str, Any]) -> RenderableType:
     row(
         *("memory", bar(memory_share)),
         *("size", approximate_size(memory["size_bytes"])),
-        *("leased", f"{approximate_size(memory['leased_bytes'])} by {document['leases']}"),
+        *("leased", approximate_size(memory["leased_bytes"])),
     )
     row(
         *("disk", bar(disk_share)),
@@ -195,8 +198,8 @@ def _numbers(document: dict[str, Any]) -> RenderableType:
     queues = document["queues"]
     row(
         *("waiting", f"{queues['lookups']} lookups"),
-        *("", f"{queues['reads']} reads, {queues['writes']} writes"),
-        *("unsynced", f"{queues['commits_not_durable']} commits"),
+        *("for disk", f"{queues['reads']} in, {queues['writes']} out"),
+        *("leases", str(document["leases"])),
     )
     return table
 

@@ -117,7 +117,13 @@ def test_numbers_of_another_version_are_refused(broken: dict[str, Any]) -> None:
 def documents() -> list[dict[str, Any]]:
     """Of a first, a busy, an unbound and an absent server."""
     head = {"at": "2026-01-31T10:00:01.000Z", "server": "ipc:///s\x1b[2J", "connected": True}
-    busy = compare(stats(engines=[engine(0, 0)]), later(stats(engines=[engine(0, 0)]), 1.0))
+    before = stats(engines=[engine(0, 0)], leased_bytes=900 << 30, clients=1000)
+    before["pool"] |= {"size_bytes": 999 << 30, "free_bytes": 0}
+    before["disk"] |= {"capacity_bytes": 999 << 40, "used_bytes": 999 << 40, "chunks": 10**9}
+    before["lookups_by_phase"] |= {"leased": 9_999, "loading": 9_999}
+    before |= {"reads_pending": 9_999, "writer": {"backlog": 9_999}}
+    much = dict.fromkeys(before["counters"], 99_999_999_999)
+    busy = compare(before, later(before, 1.0, **much))
     unknown = stats(chunk_size=None, problems=[{"reason": "unbound", "detail": "not bound"}])
     unknown["disk"] = dict.fromkeys(unknown["disk"]) | {"capacity_bytes": 2000}
     away = {"code": "c", "message": "nobody\nanswers", "hint": None}
@@ -148,7 +154,7 @@ def test_every_state_fits_a_screen_of_80_columns() -> None:
         text = capture.get()
         assert "\x1b" not in text
         numbers = [line for line in text.splitlines() if not line.startswith("lmcache-persist")]
-        assert not [line for line in numbers if "…" in line]
+        assert not [line for line in numbers if "…" in line], text
         assert max(map(len, text.splitlines())) <= 80
     assert "nobody\\nanswers" in text
     assert "last that were heard" in text
