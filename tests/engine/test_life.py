@@ -89,12 +89,27 @@ def test_crowded_engine(start: Starter, tmp_path: Path) -> None:
         assert found["preemptions"] > 0
         compare(found, expected)
         assert_nothing_is_held(engine, server)
+    check_counts(engine, server, 2 * requests)
     # Most of what is shared vLLM holds itself.
     assert engine.call("counters")["loads"] >= 8
     check_aborts(engine, requests, lambda _, found: compare(found, expected))
     assert_nothing_is_held(engine, server)
     check_ids_used_again(engine, server, requests, expected)
     assert not [name for name in engine.call("counters") if name.startswith("failed")]
+
+
+def check_counts(
+    engine: EngineProcess, server: ServerProcess, requests: list[dict[str, Any]]
+) -> None:
+    """Every prompt counts once, those that were preempted and looked up again too."""
+    counts = engine.call("counters")
+    shown = server.inspect()["server"]["counters"]
+    for found in (counts, shown):
+        assert found["lookups"] == len(requests)
+        assert found["lookup_tokens"] == sum(len(one["prompt"]) for one in requests)
+        assert found["lookups_repeated"] > 0
+        assert 0 < found["hit_tokens"] <= found["lookup_tokens"]
+    assert shown["loaded_tokens"] == counts["loaded_tokens"] > 0
 
 
 def check_ids_used_again(

@@ -172,6 +172,8 @@ class Reporter:
             times: those since the last report.
             levels: as they are now.
         """
+        if counts == self._counts and not times and levels == self._levels:
+            return None  # most steps
         grown: dict[str, int] = {}
         for name, total in counts.items():
             amount = total - self._counts.get(name, 0)
