@@ -100,12 +100,13 @@ def client_is_dead(lock: Path) -> bool:
 def _let_server_open(fd: int, folder: Path) -> None:
     """Let a server that runs as another user look at a client lock.
 
-    With ``--group`` the folder is the group's, and so is the lock. Root, which needs no group
-    to come here, gives the lock to the folder's owner.
+    With ``--group`` the folder is the group's, and so is the lock. Without one only root
+    comes here beside the owner, and gives him the lock.
     """
     found = os.stat(folder)
-    os.fchmod(fd, 0o660 if found.st_mode & stat.S_IWGRP else 0o600)
-    if os.geteuid() == 0:
+    if found.st_mode & stat.S_IWGRP:
+        os.fchmod(fd, 0o660)
+    elif os.geteuid() == 0:
         os.fchown(fd, found.st_uid, found.st_gid)
 
 

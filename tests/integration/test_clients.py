@@ -267,24 +267,29 @@ def as_user(number: int, *groups: int) -> list[str]:
     return prefix
 
 
-@pytest.fixture
-def service(make_server: Callable[..., ServerProcess], root: Path) -> ServerProcess:
-    """A server that runs as a user of its own, with a group for its engines."""
-    group = next(entry for entry in grp.getgrall() if entry.gr_gid)
-    root.chmod(0o755)
-    server = make_server("--group", group.gr_name)
+def as_service(server: ServerProcess, gid: int) -> ServerProcess:
+    """Start it as a user of its own, that is a member of a group."""
+    server.data_dir.parent.chmod(0o755)
     server.pool_dir.chmod(0o1777)
     server.data_dir.mkdir()
     os.chown(server.data_dir, 20001, 20001)
-    server.command = [*as_user(20001, group.gr_gid), *server.command]
+    server.command = [*as_user(20001, gid), *server.command]
     return server.start()
 
 
-@pytest.mark.parametrize("user", ["a member of the group", "root"])
-def test_an_engine_of_another_user_is_served_and_watched(service: ServerProcess, user: str) -> None:
-    """A server that is not root serves a member of --group, and root, and sees them die."""
-    gid = service.data_dir.stat().st_gid
-    client = ClientProcess(service.url, as_user(20002, gid) if user != "root" else [])
+ENGINES = ["a member of the group", "root", "root without the group"]
+
+
+@pytest.mark.parametrize("user", ENGINES)
+def test_an_engine_of_another_user_is_served_and_watched(
+    make_server: Callable[..., ServerProcess], user: str
+) -> None:
+    """A server that is not root serves members of --group, and root, and sees them die."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid)
+    flags = [] if "without" in user else ["--group", group.gr_name]
+    service = as_service(make_server(*flags), group.gr_gid)
+    member = as_user(20002, group.gr_gid)
+    client = ClientProcess(service.url, [] if "root" in user else member)
     try:
         client.call("join", "engine", OBJECT)
         assert client.call("store", 1, 3) == 3
@@ -296,8 +301,12 @@ def test_an_engine_of_another_user_is_served_and_watched(service: ServerProcess,
     assert "cannot be looked at" not in service.log()
 
 
-def test_an_engine_of_a_user_outside_the_group_cannot_connect(service: ServerProcess) -> None:
+def test_an_engine_of_a_user_outside_the_group_cannot_connect(
+    make_server: Callable[..., ServerProcess],
+) -> None:
     """The socket is the owner's and the group's."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid)
+    service = as_service(make_server("--group", group.gr_name), group.gr_gid)
     verb = ["flush", "--server", service.url, "--timeout", "0.5"]
     done = subprocess.run(
         [*as_user(20003), sys.executable, "-m", "lmcache_persist.cli", *verb],
