@@ -301,7 +301,7 @@ class Settings:
         """Sentences for the operator about settings that are allowed and unwise."""
         found = [
             f"{where} reaches beyond this machine and nobody is asked who he is:"
-            " whoever can connect can read and fill the cache"
+            f" whoever can connect can {_REACH[where.partition(' ')[0]]}"
             for where in _beyond_loopback(self)
         ]
         if self.durability == "relaxed":
@@ -351,6 +351,10 @@ class Settings:
                 " loopback address",
                 hint="use 127.0.0.1 or ipc://; --allow-remote opens it to the network",
             )
+
+
+_REACH = {"listen": "read and fill the cache", "http": "read metrics and health"}
+"""What an open setting gives away."""
 
 
 def _beyond_loopback(settings: Settings) -> list[str]:

@@ -239,4 +239,18 @@ MUTATIONS = (
         'MemoryError) as error:\n        raise MalformedMessage(f"request',
         ("tests/property/test_fuzz_protocol.py",),
     ),
+    Mutation(
+        "client-lock-for-its-user-only",
+        "lmcache_persist/shm.py",
+        "_let_server_open(self._fd, paths.clients)",
+        "pass",
+        (_CLIENTS + "test_an_engine_of_another_user_is_served_and_watched",),
+    ),
+    Mutation(
+        "root-changes-owners-in-a-group",
+        "lmcache_persist/shm.py",
+        "elif os.geteuid() == 0:",
+        "if os.geteuid() == 0:",
+        ("tests/integration/test_pod.py::test_the_example_serves_an_engine_in_another_pod",),
+    ),
 )

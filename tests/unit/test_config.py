@@ -257,6 +257,8 @@ def test_beyond_loopback_takes_a_flag_and_warns(name: str, value: str) -> None:
     assert "--allow-remote" in str(refusal(**{name: value}).hint)
     settings = load(allow_remote=True, **{name: value})
     assert any(value in warning for warning in settings.warnings())
+    gives = "can read metrics" if name == "http" else "can read and fill the cache"
+    assert any(gives in warning for warning in settings.warnings())
 
 
 @pytest.mark.parametrize(

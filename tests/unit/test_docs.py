@@ -16,6 +16,8 @@ from lmcache_persist.cli.app import app
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.config import SETTINGS, Settings
 from lmcache_persist.config_sources import OTHER_VARIABLES
+from lmcache_persist.geometry import groups_from_sizes, plan
+from lmcache_persist.store.capacity import PageBudget
 
 DOCS = Path(__file__).parents[2] / "docs"
 MESSAGES = [*get_args(protocol.Request), *get_args(protocol.Reply)]
@@ -170,9 +172,37 @@ def test_every_failpoint_is_described_and_no_other() -> None:
     assert names == set(failpoints.NAMES)
 
 
+def test_the_table_of_bindings_is_what_the_rules_give() -> None:
+    """docs/binding.md: alignment and chunk sizes of each geometry."""
+    found = re.findall(
+        r"^\| ([\d, ]+)(?: \(.*\))? \| (\d+) \| (\d+) \| (\d+) \|$",
+        (DOCS / "binding.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(found) == 5
+    for sizes, *numbers in found:
+        groups = groups_from_sizes([int(size) for size in sizes.split(",")])
+        plans = [plan(groups, base) for base in (256, 1024)]
+        expected = [plans[0].required_alignment, *(one.chunk_size for one in plans)]
+        assert [int(number) for number in numbers] == expected, sizes
+
+
+def test_the_sizing_page_has_the_marks_of_eviction() -> None:
+    """docs/sizing.md: where eviction begins and stops, what is held back, the largest chunk."""
+    text = " ".join((DOCS / "sizing.md").read_text().split())
+    budget = PageBudget.of(256 << 30)
+    begin, stop = (100 * mark // budget.total for mark in (budget.high, budget.low))
+    assert f"begins at {begin} % and stops at {stop} %" in text
+    assert f"{100 * budget.reserve / budget.total:.1f} % is held back" in text
+    assert round(3 * budget.largest_chunk / budget.total) == 2  # "two thirds"
+    per_token = 2 * 8 * 128 * 2 * 32
+    assert f"{per_token // 1024} KiB per token, and {256 * per_token >> 20} MiB" in text
+    assert round(budget.low * budget.page_bytes / per_token / 1e6, 1) == 1.9
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     """No document points at a file that is not there."""
-    for page in DOCS.glob("*.md"):
+    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
