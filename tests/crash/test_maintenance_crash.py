@@ -139,7 +139,8 @@ def test_a_killed_backup_is_none_or_a_whole_one(root: Path, spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "then"), zip(RESTORE_POINTS, ("restore", "start", "restore", "start"), strict=True)
+    ("spec", "then"),
+    list(zip(RESTORE_POINTS, ("restore", "start", "restore", "start"), strict=True)),
 )
 def test_a_killed_restore_counts_for_nothing(root: Path, spec: str, then: str) -> None:
     """What was restored so far is never taken for a data dir; a start or a restore clears it."""

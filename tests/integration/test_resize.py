@@ -11,6 +11,7 @@ import pytest
 import lmcache_persist
 from lmcache_persist.datadir import DataDirLock
 from lmcache_persist.errors import DiskTooSmall
+from lmcache_persist.manifest import read_snapshot
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.resize import Resized
 from lmcache_persist.server.resize import resize as carry_out
@@ -19,6 +20,7 @@ from lmcache_persist.store.lmdb_disk import LmdbDisk
 from store_support import assert_reads_back
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.files import snapshot
+from support.manifest import binding
 from support.server import ServerProcess, cli_here, json_here
 
 MIB = 1 << 20
@@ -110,6 +112,21 @@ def test_stale_objects_are_left_behind(root: Path) -> None:
     assert "stale" in asked[0]
     assert all_good(root / "d")
     assert json_here("inspect", str(root / "d"))["store"]["stale_objects"] == 0
+
+
+def test_a_rebind_that_stopped_half_way_is_completed(root: Path) -> None:
+    """The new store has no note of what its stamp replaced, so the manifest follows before."""
+    make(root / "d")
+    held = read_snapshot(root / "d" / "manifest.sqlite").binding
+    assert held is not None
+    new = binding(1088, store_uuid=held.store_uuid)
+    disk = LmdbDisk.open(root / "d" / "store", 64 * MIB)
+    disk.restamp(new, replaces=held.binding_id)
+    disk.close()
+    done, _ = resize(root / "d", 32 * MIB)
+    assert done.kept_objects == 0
+    assert read_snapshot(root / "d" / "manifest.sqlite").binding == new
+    assert all_good(root / "d")
 
 
 @pytest.mark.parametrize("capacity", [32 * MIB, 96 * MIB])

@@ -25,6 +25,7 @@ from mutation import (
     hostile,
     hybrid,
     identity,
+    maintenance,
     stalls,
     watch,
 )
@@ -38,6 +39,7 @@ MUTATIONS = (
     *connector_vllm.MUTATIONS,
     *hybrid.MUTATIONS,
     *identity.MUTATIONS,
+    *maintenance.MUTATIONS,
     *stalls.MUTATIONS,
     *watch.MUTATIONS,
 )

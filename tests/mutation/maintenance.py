@@ -1,0 +1,107 @@
+"""Mutations of prune, backup, restore and resize, and the tests that must notice."""
+
+from __future__ import annotations
+
+from mutation.catalog import Mutation
+
+SELECTION = "tests/unit/store/test_selection.py::"
+PIECES = "tests/unit/store/test_pieces.py::"
+MEMORY = "tests/unit/store/test_memory.py::"
+PRUNE = "tests/integration/test_prune.py::"
+BACKUP = "tests/integration/test_backup.py::"
+RESIZE = "tests/integration/test_resize.py::"
+CRASH = "tests/crash/test_maintenance_crash.py::"
+
+MUTATIONS = (
+    Mutation(
+        "prune-what-is-in-use",
+        "lmcache_persist/store/selection.py",
+        "            self.done = record.stored_at <= self._now\n",
+        "            self.done = False\n",
+        (f"{SELECTION}test_what_was_used_after_a_late_store_is_not_old",),
+    ),
+    Mutation(
+        "prune-below-the-size",
+        "lmcache_persist/store/selection.py",
+        "            self.done = self._surplus <= 0\n",
+        "            self.done = self._surplus < 0\n",
+        (f"{SELECTION}test_down_to_a_size_stops_at_it",),
+    ),
+    Mutation(
+        "prune-everything",
+        "lmcache_persist/server/live_prune.py",
+        "    if selection.is_everything:\n",
+        "    if False:\n",
+        (f"{PRUNE}test_a_message_without_a_selector_is_refused",),
+    ),
+    Mutation(
+        "prune-the-disk-alone",
+        "lmcache_persist/server/live_prune.py",
+        "            state.memory.prune(picked.keys)\n",
+        "",
+        (f"{PRUNE}test_what_is_leased_stays_in_its_slots",),
+    ),
+    Mutation(
+        "prune-forgets-the-leased",
+        "lmcache_persist/store/memory.py",
+        "                entry.unwanted = True\n",
+        "                entry.unwanted = not entry.leases\n",
+        (f"{MEMORY}test_a_pruned_chunk_is_dropped_when_nobody_holds_it",),
+    ),
+    Mutation(
+        "backup-believes-what-it-is-sent",
+        "lmcache_persist/store/pieces.py",
+        "                if extent_digest(extent) != digests[at : at + EXTENT_DIGEST_BYTES]:\n",
+        "                if False:\n",
+        (f"{PIECES}test_altered_parts_are_refused",),
+    ),
+    Mutation(
+        "backup-of-what-came-later",
+        "lmcache_persist/store/pieces.py",
+        "            if record.serial <= at.last_serial:\n",
+        "            if record.serial:\n",
+        (f"{PIECES}test_a_busy_store_is_cut_once",),
+    ),
+    Mutation(
+        "a-copy-in-another-order",
+        "lmcache_persist/store/copying.py",
+        "        changes.put(ChunkWrite(record.key, contents), record.order, like=record)\n",
+        "        changes.put(ChunkWrite(record.key, contents), record.serial, like=record)\n",
+        (f"{PIECES}test_a_copy_is_a_store_in_good_order",),
+    ),
+    Mutation(
+        "restore-of-an-altered-backup",
+        "lmcache_persist/server/backup_file.py",
+        "    _check_files(folder, descriptor)\n",
+        "",
+        (f"{BACKUP}test_what_is_no_whole_backup_is_refused",),
+    ),
+    Mutation(
+        "restore-without-mark",
+        "lmcache_persist/server/restore.py",
+        "    reset.mark(paths)\n",
+        "",
+        (f"{CRASH}test_a_killed_restore_counts_for_nothing",),
+    ),
+    Mutation(
+        "backup-under-its-own-name",
+        "lmcache_persist/server/backup.py",
+        "    partial = dest.with_name(dest.name + PARTIAL_SUFFIX)\n",
+        "    partial = dest\n",
+        (f"{CRASH}test_a_killed_backup_is_none_or_a_whole_one",),
+    ),
+    Mutation(
+        "resize-forgets-a-rebind",
+        "lmcache_persist/server/resize.py",
+        "        _finish_rebind(paths, found)\n",
+        "",
+        (f"{RESIZE}test_a_rebind_that_stopped_half_way_is_completed",),
+    ),
+    Mutation(
+        "shrink-to-what-was-used-first",
+        "lmcache_persist/store/copying.py",
+        "                found.first_order = found.first_order or record.order + 1\n",
+        "                pass\n",
+        (f"{RESIZE}test_shrinking_keeps_what_was_used_last",),
+    ),
+)
