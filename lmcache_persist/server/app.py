@@ -29,7 +29,7 @@ from lmcache_persist.datadir import (
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
-from lmcache_persist.server import ballast, converge, crashes, logs, recovery, reset
+from lmcache_persist.server import backup_file, ballast, converge, crashes, logs, recovery, reset
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
 from lmcache_persist.server.loop import Loop
@@ -87,6 +87,7 @@ def serve(settings: Settings) -> int:
         DataDirLock.acquire(paths.root, modes=Modes.of(settings.group_id)) as lock,
         first_start.undone_if_refused(),
     ):
+        backup_file.refuse_to_change(paths.root)
         if reset.is_pending(paths):
             log.warning("a reset or restore of %s was interrupted: starting empty", paths.root)
             reset.finish(paths)

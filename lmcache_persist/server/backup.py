@@ -25,7 +25,7 @@ from blake3 import blake3
 from lmcache_persist import __version__, failpoints
 from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock, make_data_dir
-from lmcache_persist.errors import DataDirUnusable, Unbound
+from lmcache_persist.errors import DataDirUnusable, FormatTooNew, Unbound
 from lmcache_persist.manifest import Manifest, files, serialized
 from lmcache_persist.posix import sync_folder
 from lmcache_persist.server import backup_file, crashes, recovery
@@ -37,6 +37,7 @@ from lmcache_persist.server.state import utc_now
 from lmcache_persist.store import copying, pieces
 from lmcache_persist.store.base import ChunkRecord
 from lmcache_persist.store.data_file import DATA_NAME
+from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import OfflineStore
 from lmcache_persist.store.pieces import Assembler, Part
 
@@ -93,8 +94,10 @@ def back_up(
         DataDirUnusable: ``dest`` is there already, or cannot be made.
         DiskTooSmall: there is not enough room; both numbers are named.
         DataDirLocked: somebody else makes this very backup.
+        FormatTooNew: a server of another version has another store.
         PersistError: source or destination failed; nothing has the backup's name.
     """
+    _check_understood(source.binding)
     partial = _partial_of(dest)
     held = source.held
     capacity_bytes = copying.capacity_for(held.used_bytes, held.chunks)
@@ -136,6 +139,16 @@ def back_up(
         lock.release()
     failpoints.hit("backup.after_rename")
     return descriptor
+
+
+def _check_understood(binding: Binding) -> None:
+    if binding.store_format_version != FORMAT_VERSION:
+        raise FormatTooNew(
+            f"the store has format {binding.store_format_version}, expected {FORMAT_VERSION}",
+            hint="back up with the version of lmcache-persist that serves it",
+            found=binding.store_format_version,
+            expected=FORMAT_VERSION,
+        )
 
 
 def _partial_of(dest: Path) -> Path:

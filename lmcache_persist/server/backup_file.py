@@ -58,6 +58,19 @@ def _digest(document: dict[str, Any]) -> str:
     return blake3(canonical_json(document).encode()).hexdigest()
 
 
+def refuse_to_change(folder: Path) -> None:
+    """For whoever changes a data dir: a backup stays as it was made.
+
+    Raises:
+        DataDirUnusable: the folder is a backup.
+    """
+    if os.path.lexists(folder / NAME):
+        raise DataDirUnusable(
+            f"{folder} is a backup, expected a server's data dir",
+            hint=f"make a data dir of it with: lmcache-persist restore {folder} DIR",
+        )
+
+
 def write(folder: Path, descriptor: Descriptor) -> None:
     """Make the folder a backup.
 

@@ -15,7 +15,7 @@ from typing import Any
 from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock
 from lmcache_persist.errors import ConfigError
 from lmcache_persist.identity import Fingerprint
-from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.offline import refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -113,6 +113,7 @@ def prune(data_dir: Path, selection: Selection) -> Iterator[Picked]:
         raise ValueError("a selection that means everything: that is what reset is for")
     paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
+        backup_file.refuse_to_change(paths.root)
         found = _look(paths)
         if found.store is StoreState.ABSENT:
             return

@@ -17,7 +17,7 @@ from lmcache_persist.binding import MODE_FIXED, Binding
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import AlignmentTooLarge, StoreDamaged, Unbound
 from lmcache_persist.manifest import Manifest
-from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount, per_model, rows_of
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
@@ -61,6 +61,7 @@ def rebind(
     _check_size(chunk_size, max_chunk_size)
     paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
+        backup_file.refuse_to_change(paths.root)
         refuse_if_resetting(paths)
         found = recovery.look(paths, deep=crashes.crashed_last_time(paths))
         recovery.check_together(found, data_dir)

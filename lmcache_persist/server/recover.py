@@ -16,7 +16,7 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import ManifestUnreadable, StoreMismatch
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
-from lmcache_persist.server import crashes, recovery
+from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
@@ -52,6 +52,7 @@ def recover(
     """
     paths = used_data_dir(data_dir)
     with DataDirLock.acquire(paths.root):
+        backup_file.refuse_to_change(paths.root)
         refuse_if_resetting(paths)
         found, damage = _look(paths)
         if damage is None and found.binding is not None:

@@ -8,6 +8,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from lmcache_persist.store import data_file
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.emulated import EmulatedEngine
 from support.files import snapshot
-from support.server import ServerProcess, cli_here, json_here
+from support.server import ServerProcess, cli_here, json_here, run_cli
 
 MakeServer = Callable[..., ServerProcess]
 PATIENT = ClientOptions(request_timeout_s=20.0)
@@ -307,6 +308,36 @@ def test_a_restore_takes_an_empty_folder_only(root: Path, backup: Path) -> None:
         assert after == before
     (root / "empty" / "lost+found").mkdir(parents=True)
     assert restore(backup, root / "empty").objects == 5
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("prune", "--stale"),
+        ("resize", "--capacity", "32MiB", "--yes"),
+        ("rebind", "--chunk-size", "512", "--yes"),
+        ("recover", "--yes"),
+        ("serve",),
+    ],
+)
+def test_a_backup_is_not_changed(root: Path, backup: Path, verb: tuple[str, ...]) -> None:
+    """Verbs that change a data dir, and a server, leave a backup as it was made."""
+    before = snapshot(backup)
+    where = ("--data-dir", str(backup)) if verb == ("serve",) else (str(backup),)
+    done = run_cli(verb[0], *where, *verb[1:])
+    assert done.returncode == 5
+    assert f"lmcache-persist restore {backup}" in done.stderr
+    assert snapshot(backup) == before
+    assert restore(backup, root / "r").objects == 5
+
+
+def test_another_store_format_is_not_backed_up(root: Path) -> None:
+    """A server of another version may write what this one does not know."""
+    make(root / "d", chunks=(1,))
+    with FilesSource.open(root / "d") as source:
+        source.binding = replace(source.binding, store_format_version=2)
+        with pytest.raises(FormatTooNew, match="format 2"):
+            back_up(source, root / "b")
 
 
 def test_a_backup_is_never_written_over_anything(root: Path, backup: Path) -> None:
