@@ -6,12 +6,14 @@ it good, and the verb can be given again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import lmcache_persist
 from lmcache_persist import failpoints
+from lmcache_persist.cli import backup as cli_backup
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import DataDirUnusable
 from lmcache_persist.server import reset
@@ -21,9 +23,12 @@ from lmcache_persist.server.prune import prune
 from lmcache_persist.server.resize import resize
 from lmcache_persist.server.restore import restore
 from lmcache_persist.store.lmdb_disk import LmdbDisk
+from lmcache_persist.store.pieces import Part
 from lmcache_persist.store.selection import Selection
 from support.data_dirs import make, records_of
+from support.filled import fill
 from support.forked import dies_at
+from support.server import ServerProcess, cli_here
 
 MIB = 1 << 20
 BEFORE, AFTER = 64 * MIB, 32 * MIB
@@ -157,3 +162,43 @@ def test_a_killed_restore_counts_for_nothing(root: Path, spec: str, then: str) -
     assert restore(root / "b", root / "r").objects == 20
     assert all_good(root / "r")
     assert records_of(root / "r").keys() == records_of(root / "d").keys()
+
+
+def killed_server(make_server: Callable[..., ServerProcess], spec: str) -> ServerProcess:
+    """A server with 300 small durable chunks that will die at a failpoint."""
+    server = make_server(env={failpoints.ENV: spec}).start()
+    fill(server, 300)
+    return server
+
+
+def test_a_server_killed_while_it_prunes(make_server: Callable[..., ServerProcess]) -> None:
+    """The verb says how far it came and that nobody answers; what is left is whole steps."""
+    server = killed_server(make_server, "evict.before_sync=kill@3")
+    code, _, err = cli_here("prune", str(server.data_dir), "--down-to", "0", "--timeout", "5")
+    assert code == 4
+    assert "pruned 128 chunks" in err
+    assert server.wait() == -9
+    assert all_good(server.data_dir)
+    assert len(records_of(server.data_dir)) == 172
+
+
+def test_a_server_killed_while_it_is_backed_up(
+    make_server: Callable[..., ServerProcess], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has the backup's name, nothing is left of it, and the data dir is well."""
+    server = killed_server(make_server, "")
+    real, pieces_seen = cli_backup._LiveSource.parts, []
+
+    def parts(self: cli_backup._LiveSource) -> Iterator[list[Part]]:
+        for some in real(self):
+            pieces_seen.append(len(some))
+            server.kill()
+            yield some
+
+    monkeypatch.setattr(cli_backup._LiveSource, "parts", parts)
+    code, out, _ = cli_here("backup", str(server.data_dir), str(root / "b"), "--timeout", "2")
+    assert (code, out, len(pieces_seen)) == (4, "", 1)
+    assert not list(root.glob("b*"))
+    assert all_good(server.data_dir)
+    back_up_files(server.data_dir, root / "b")
+    assert restore(root / "b", root / "r").objects == 300
