@@ -234,7 +234,7 @@ MUTATIONS = (
     ),
     Mutation(
         "decoder-lets-errors-through",
-        "lmcache_persist/protocol.py",
+        "lmcache_persist/protocol/codec.py",
         'RecursionError, MemoryError) as error:\n        raise MalformedMessage(f"request',
         'MemoryError) as error:\n        raise MalformedMessage(f"request',
         ("tests/property/test_fuzz_protocol.py",),
