@@ -105,24 +105,8 @@ def back_up(
     paths = make_data_dir(partial)
     with DataDirLock.acquire(partial) as lock:
         try:
-            left_out, copied = _copy_store(source, paths, capacity_bytes, on_chunk)
-            manifest = _copy_manifest(source, paths)
+            descriptor = _copy(source, paths, capacity_bytes, on_chunk)
             failpoints.hit("backup.before_descriptor")
-            total = copied.total
-            descriptor = Descriptor(
-                made_at=utc_now(),
-                version=__version__,
-                binding_id=source.binding.binding_id,
-                chunk_size=source.binding.chunk_size,
-                store_uuid=source.binding.store_uuid,
-                capacity_bytes=held.capacity_bytes,
-                chunks=total.chunks,
-                objects=total.objects,
-                bytes=total.nbytes,
-                left_out_chunks=left_out,
-                manifest_digest=blake3(manifest).hexdigest(),
-                data_file_bytes=(paths.store / DATA_NAME).stat().st_size,
-            )
             backup_file.write(partial, descriptor)
             failpoints.hit("backup.before_rename")
             os.rename(partial, dest)
@@ -170,6 +154,32 @@ def _partial_of(dest: Path) -> Path:
         with DataDirLock.acquire(partial):
             shutil.rmtree(partial, ignore_errors=True)
     return partial
+
+
+def _copy(
+    source: Source,
+    paths: DataDir,
+    capacity_bytes: int,
+    on_chunk: Callable[[ChunkRecord], None],
+) -> Descriptor:
+    """Store, then manifest; what the backup will say of itself."""
+    left_out, copied = _copy_store(source, paths, capacity_bytes, on_chunk)
+    manifest = _copy_manifest(source, paths)
+    total, binding = copied.total, source.binding
+    return Descriptor(
+        made_at=utc_now(),
+        version=__version__,
+        binding_id=binding.binding_id,
+        chunk_size=binding.chunk_size,
+        store_uuid=binding.store_uuid,
+        capacity_bytes=source.held.capacity_bytes,
+        chunks=total.chunks,
+        objects=total.objects,
+        bytes=total.nbytes,
+        left_out_chunks=left_out,
+        manifest_digest=blake3(manifest).hexdigest(),
+        data_file_bytes=(paths.store / DATA_NAME).stat().st_size,
+    )
 
 
 def _copy_store(

@@ -89,7 +89,8 @@ def restore(
         found = recovery.look(source, deep=True)
         recovery.check_together(found, backup)
         recovery.refuse_if_damaged(found, source)
-        capacity_bytes = capacity_bytes or descriptor.capacity_bytes
+        if capacity_bytes is None:
+            capacity_bytes = descriptor.capacity_bytes
         with OfflineStore.open(source.store) as store:
             planned = copying.plan(store, capacity_bytes)
             lost = planned.too_much.total
@@ -97,24 +98,16 @@ def restore(
                 say(f"{amount(lost.objects, lost.nbytes)} of the backup have no room and stay out")
             binding = _binding(found, new_id=new_id)
             needed = capacity_bytes + source.manifest.stat().st_size + MANIFEST_BYTES
-            there = os.path.lexists(data_dir)
-            if not there:
-                say_and_check_room(say, _nearest_folder(data_dir), needed)
-            paths = make_data_dir(data_dir)
-            with DataDirLock.acquire(paths.root):
-                _clear(paths)
-                if there:
-                    say_and_check_room(say, paths.root, needed)
-                with _marked(paths):
-                    failpoints.hit("restore.after_mark")
-                    with copying.StoreCopy.make(
-                        paths.store, capacity_bytes, binding.store_uuid, binding
-                    ) as copy:
-                        bad = copying.copy_chunks(store, planned, copy, on_chunk)
-                        copy.finish()
-                    failpoints.hit("restore.after_store")
-                    _restore_manifest(source, paths, found, binding)
-                    failpoints.hit("restore.after_manifest")
+            with _empty_data_dir(data_dir, needed, say) as paths, _marked(paths):
+                failpoints.hit("restore.after_mark")
+                with copying.StoreCopy.make(
+                    paths.store, capacity_bytes, binding.store_uuid, binding
+                ) as copy:
+                    bad = copying.copy_chunks(store, planned, copy, on_chunk)
+                    copy.finish()
+                failpoints.hit("restore.after_store")
+                _restore_manifest(source, paths, found, binding)
+                failpoints.hit("restore.after_manifest")
     return Restored(
         descriptor,
         binding,
@@ -122,6 +115,20 @@ def restore(
         copy.copied.total.objects,
         lost.objects + bad.total.objects,
     )
+
+
+@contextlib.contextmanager
+def _empty_data_dir(data_dir: Path, needed: int, say: Say) -> Iterator[DataDir]:
+    """The data dir, locked and without anything, and with so much room on its disk."""
+    there = os.path.lexists(data_dir)
+    if not there:
+        say_and_check_room(say, _nearest_folder(data_dir), needed)
+    paths = make_data_dir(data_dir)
+    with DataDirLock.acquire(paths.root):
+        _clear(paths)
+        if there:  # what an interrupted restore left does not count
+            say_and_check_room(say, paths.root, needed)
+        yield paths
 
 
 @contextlib.contextmanager

@@ -365,6 +365,7 @@ def test_too_little_room_is_refused_with_both_numbers(
     assert code == 5
     assert "needs 10995116" in err
     assert "available" in err
+    assert cli_here("restore", str(backup), str(root / "r"), "--capacity", "0")[0] == 2
     monkeypatch.setattr(data_file, "check_room", too_small)
     code, _, err = cli_here("backup", str(root / "d"), str(root / "c"))
     assert code == 5
