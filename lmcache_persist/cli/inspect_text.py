@@ -93,6 +93,7 @@ def _write_store(store: Any) -> None:
         ("stale size", approximate_size(store["stale_bytes"])),
         ("evicted chunks", store["evicted_chunks"]),
         ("dropped chunks", store["dropped_chunks"]),
+        ("pruned chunks", store["pruned_chunks"]),
         ("corrupt chunks", "verify tells" if corrupt is None else f"{corrupt} since the start"),
         ("clean shutdown", clean),
     ]

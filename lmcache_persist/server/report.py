@@ -239,6 +239,7 @@ def _store(seen: Seen) -> dict[str, Any] | str:
         "stale_bytes": usage.stale_bytes,
         "evicted_chunks": usage.evicted_chunks,
         "dropped_chunks": usage.dropped_chunks,
+        "pruned_chunks": usage.pruned_chunks,
         "corrupt_chunks": seen.corrupt_chunks,
         "estimated_from": None
         if survey is None

@@ -351,4 +351,5 @@ def usage_of(
         by_fingerprint=by_fingerprint,
         evicted_chunks=counters.evicted,
         dropped_chunks=counters.dropped,
+        pruned_chunks=counters.pruned,
     )

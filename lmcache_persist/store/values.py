@@ -140,8 +140,8 @@ class Usage:
         used_bytes: taken of it, with everything that storing costs; never above it.
         stale_objects, stale_bytes: of other bindings.
         by_fingerprint: of the current binding, by model.
-        evicted_chunks, dropped_chunks: since the tier was made; dropped are bad, stale or
-            unwanted ones.
+        evicted_chunks, dropped_chunks, pruned_chunks: since the tier was made; dropped are
+            bad, stale or unwanted ones, pruned those that operators had removed.
     """
 
     chunks: int
@@ -154,6 +154,7 @@ class Usage:
     by_fingerprint: dict[str, FingerprintUsage]
     evicted_chunks: int = 0
     dropped_chunks: int = 0
+    pruned_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ KEYS = {
         "stale_bytes",
         "evicted_chunks",
         "dropped_chunks",
+        "pruned_chunks",
         "corrupt_chunks",
         "estimated_from",
         "ages",
