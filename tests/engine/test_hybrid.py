@@ -223,7 +223,7 @@ def compare_crowd(
     for one in compared:
         print(f"{one.equal_tokens} of 8 tokens equal, logprobs within {one.difference:.3f}")
     assert max(one.difference for one in compared) < TOLERANCE
-    assert sum(one.equal_tokens for one in compared) > 6 * len(compared)
+    assert sum(one.equal_tokens for one in compared) > 4 * len(compared)
 
 
 def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:

@@ -34,14 +34,10 @@ def check_aborts(engine: EngineProcess, requests: list[dict[str, Any]], compare:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     aborted = [
-        {**one, "abort": one["start"] + rng.choice([1, 2, 3, 5, 8, 20])}
-        if at % 4 == 1
-        else {**one, "abort_in": "PREEMPTED"}
-        if at % 4 == 3
-        else one
+        {**one, "abort": one["start"] + rng.choice([1, 2, 3, 5, 8, 20])} if at % 3 == 1 else one
         for at, one in enumerate(requests)
     ]
-    found = engine.call("drive", requests=aborted)
+    found = engine.call("drive", requests=aborted, abort_preempted=2)
     compare(requests, found)
     # One alone, at each of its first steps: before, during and after its load.
     for step in range(1, 10):

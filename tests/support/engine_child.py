@@ -84,15 +84,16 @@ class TestEngine(engine_child.Engine):
         requests: list[dict[str, Any]],
         reset_at: int | None = None,
         reset_running: bool = False,
+        abort_preempted: int = 0,
     ) -> dict[str, Any]:
         """Add and abort requests at given steps, and step until all are over.
 
         Args:
             requests: each has ``id``, ``prompt``, ``max_tokens``; ``start``, the step before
-                which it is added; it may have ``abort``, the one before which it is aborted,
-                or ``abort_in``, the scheduler's state in which it is.
+                which it is added; it may have ``abort``, the one before which it is aborted.
             reset_at: the step before which :meth:`reset_all` is called, None for never.
             reset_running: its argument.
+            abort_preempted: so many are aborted when they are found preempted.
 
         Returns:
             ``results`` by id of what was not aborted; ``aborted_in``, the scheduler's states
@@ -107,7 +108,9 @@ class TestEngine(engine_child.Engine):
             for one in requests:
                 state = core.scheduler.requests.get(one["id"])
                 status = "finished" if state is None else state.status.name
-                if one.get("abort") == step or one.get("abort_in") == status:
+                preempted = status == "PREEMPTED" and abort_preempted > 0
+                if one.get("abort") == step or preempted:
+                    abort_preempted -= preempted
                     aborted_in.add(status)
                     engine.abort_request([one["id"]])
                 if one["start"] == step:
