@@ -82,7 +82,8 @@ def peek_in_child(
         timeout_s: seconds after which the look is given up.
         look: what the child does.
 
-    Threads: one, with no other in the process.
+    Threads: one, with no other in the process: a start and every verb look before they make
+    any. (A fork beside threads may hang in the child; Python 3.12 and later warn of it.)
 
     Raises:
         FormatTooNew, StoreDamaged, StoreIOError: as :func:`~.offline.peek`.
