@@ -128,7 +128,7 @@ class _Check:
         try:
             yield from self._offline()
         except DataDirLocked as error:  # raised before anything is read
-            if not by_server(error):
+            if self._repair and not by_server(error):
                 raise
             yield from self._live()
 

@@ -6,12 +6,13 @@ without being named here.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -27,57 +28,62 @@ LONG_LIVED = {"serve", "demo"}
 """Verbs that run on, or need an engine: tried with what they refuse."""
 
 
-def verbs(group: typer.Typer = app, *path: str) -> Iterator[tuple[tuple[str, ...], object]]:
+def verbs(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
     """Every command with the words that call it, those of sub-programs, too."""
-    for info in group.registered_commands:
-        if info.callback is not None:
-            name = info.name or info.callback.__name__.replace("_", "-")
-            yield (*path, name), info.callback
-    for nested in group.registered_groups:
-        if nested.typer_instance is not None:
-            yield from verbs(nested.typer_instance, *path, str(nested.name))
+    for name, command in sorted(group.commands.items()):
+        if hasattr(command, "commands"):
+            yield from verbs(command, *path, name)
+        else:
+            yield " ".join((*path, name)), command
 
 
-VERBS = dict(verbs())
-NAMES = [" ".join(path) for path in VERBS]
+VERBS = dict(verbs(typer.main.get_command(app)))
+NAMES = list(VERBS)
 
 
-def parameters(verb: str) -> dict[str, inspect.Parameter]:
-    """A verb's parameters by name."""
-    callback = VERBS[tuple(verb.split())]
-    return dict(inspect.signature(callback).parameters)  # type: ignore[arg-type]
+def arguments(verb: str) -> list[str]:
+    """Names of the words that a verb takes."""
+    return [one.name for one in VERBS[verb].params if one.param_type_name == "argument"]
 
 
-def takes_folder(verb: str) -> bool:
-    """Whether its argument is a data dir."""
-    return "data_dir" in parameters(verb)
-
-
-def flags(verb: str) -> list[str]:
-    """What a verb needs beside a data dir, by which it asks nobody."""
-    found = ["--yes"] if "yes" in parameters(verb) else []
-    for name, parameter in parameters(verb).items():
-        if parameter.default is inspect.Parameter.empty and name not in ("data_dir", "sizes"):
-            found += [f"--{name.replace('_', '-')}", VALUES.get(name, "640")]
-    if "timeout" in parameters(verb):
-        found += ["--timeout", "0.3"]
-    if "json_output" in parameters(verb):
-        found.append("--json")
+def options(verb: str) -> dict[str, Any]:
+    """Its options by name, without ``help``."""
+    found = {one.name: one for one in VERBS[verb].params if one.param_type_name == "option"}
+    found.pop("help", None)
     return found
 
 
-VALUES = {"server": UNREACHABLE, "groups": "64", "chunk_size": "640"}
-"""Of options that must be given."""
+def takes_folder(verb: str) -> bool:
+    """Whether it is about a data dir."""
+    return "data_dir" in arguments(verb)
 
 
-def call(verb: str, folder: Path) -> list[str]:
+VALUES = {
+    "data_dir": "/nonexistent/data-dir",
+    "server": UNREACHABLE,
+    "groups": "64",
+    "chunk_size": "640",
+    "capacity": "64MiB",
+    "sizes": "0",
+    "timeout": "0.3",
+}
+"""Of what has to be given, or bounds the time."""
+
+
+def call(verb: str, folder: Path, *, at_server: bool = False) -> list[str]:
     """The words that call a verb on a folder, or at a server that is not there."""
     words = verb.split()
-    if takes_folder(verb):
-        words += ["--data-dir", str(folder)] if verb == "serve" else [str(folder)]
-    if "sizes" in parameters(verb):
-        words.append("0")
-    return [*words, *flags(verb)]
+    at_server = at_server or not takes_folder(verb)
+    folders = itertools.chain([str(folder)], (str(folder.parent / f"made-{n}") for n in (1, 2)))
+    words += [VALUES[name] if name == "sizes" else next(folders) for name in arguments(verb)]
+    if at_server:
+        words = words[: len(verb.split())] + [VALUES["sizes"]] * ("sizes" in arguments(verb))
+    for name, option in options(verb).items():
+        if name in ("yes", "json_output"):
+            words.append(option.opts[0])
+        elif option.required or name == "timeout" or (name == "server" and at_server):
+            words += [option.opts[0], VALUES[name]]
+    return words
 
 
 def broken_folders(root: Path) -> dict[str, Path]:
@@ -105,14 +111,14 @@ def broken_folders(root: Path) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("verb", [name for name in NAMES if takes_folder(name) and name != "serve"])
+@pytest.mark.parametrize("verb", [name for name in NAMES if takes_folder(name)])
 def test_no_folder_makes_a_traceback(verb: str, root: Path) -> None:
     """Whatever lies in a data dir's place: one error with its code, nothing made."""
     for what, folder in broken_folders(root).items():
         before = set(root.rglob("*"))
         code, out, err = quiet(*call(verb, folder))
         # verify tells of bad data, and reset throws away what nobody can read.
-        assert code in {2, 3, 5, 6} | DONE.get(verb, set()), (what, code, err)
+        assert code in {2, 3, 4, 5, 6} | DONE.get(verb, set()), (what, code, err)
         assert "Traceback" not in err, what
         assert err.count("error: ") == (code > ExitCode.BAD_DATA), (what, err)
         assert "\x1b" not in out + err, what
@@ -130,10 +136,10 @@ def test_no_odd_word_makes_a_traceback(verb: str) -> None:
         assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("verb", [name for name in NAMES if "server" in parameters(name)])
+@pytest.mark.parametrize("verb", [name for name in NAMES if "server" in options(name)])
 def test_no_server_is_said_and_has_its_code(verb: str, root: Path) -> None:
     """Nobody at the endpoint, within the time that was given: exit code 4."""
-    code, _, err = quiet(*call(verb, root))
+    code, _, err = quiet(*call(verb, root, at_server=True))
     assert code == ExitCode.NO_SERVER, err
     assert "Traceback" not in err
 
@@ -145,9 +151,8 @@ def test_help_explains_every_flag(verb: str) -> None:
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert f"Example: lmcache-persist {verb}" in text
-    for name in parameters(verb):
-        if name not in ("data_dir", "sizes") or verb == "serve":
-            assert f"--{name.removesuffix('_output').replace('_', '-')}" in text
+    for option in options(verb).values():
+        assert option.opts[0] in text
 
 
 WITHOUT_READER = """
@@ -195,4 +200,4 @@ def test_the_walk_finds_verbs_of_every_kind() -> None:
     """The tests above try something: folders, servers, neither."""
     assert len(NAMES) >= 10
     assert sum(map(takes_folder, NAMES)) >= 5
-    assert any("server" in parameters(name) for name in NAMES)
+    assert any("server" in options(name) for name in NAMES)
