@@ -52,7 +52,7 @@ def write_document(document: dict[str, Any]) -> None:
         ],
     )
     if "server" in document:
-        write_table("server", ("field", "value"), list(_flat(document["server"])))
+        _write_server(document["server"])
     if "objects" in document:
         _write_objects(document)
     for name, count in document.get("left_out", {}).items():
@@ -75,6 +75,42 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
+
+
+def _write_server(server: dict[str, Any]) -> None:
+    """What a person asks a live server first. All of its numbers: ``--json``, ``/metrics``."""
+    counters, pool = server["counters"], server["pool"]
+    rows: list[tuple[str, object]] = [
+        ("endpoint", server["endpoint"]),
+        ("version", server["version"]),
+        ("up", f"{server['uptime_s']:.0f} s"),
+        ("problems", "; ".join(one["detail"] for one in server["problems"]) or "none"),
+        ("clients", server["clients"]),
+        ("hit tokens", f"{counters['hit_tokens']} of {counters['lookup_tokens']} looked up"),
+        ("stored chunks", counters["stored_chunks"]),
+        ("dropped stores", sum(server["dropped_stores"].values())),
+        ("pool free", approximate_size(pool["free_bytes"])),
+        ("pool size", approximate_size(pool["size_bytes"])),
+        ("wait for the disk", f"{server['writer']['backlog']} chunks"),
+        ("longest silence", f"{server['longest_turn_s']:.3f} s"),
+    ]
+    if server["chunk_size_from"]:
+        rows.extend(_flat(server["chunk_size_from"], "chunk size from "))
+    write_table("server", ("field", "value"), rows)
+    write_table(
+        "engines",
+        ("engine", "model", "fingerprint", "ranks", "missing ranks"),
+        [
+            (
+                one["engine"],
+                one["model"],
+                (one["fingerprint"] or "-")[:12],
+                one["world_size"],
+                " ".join(map(str, one["missing_ranks"])) or "-",
+            )
+            for one in server["engines"]
+        ],
+    )
 
 
 def _write_store(store: Any) -> None:

@@ -156,6 +156,8 @@ def test_objects_are_paged_the_same_offline_and_live(data_dir: Path) -> None:
         assert pages(server.data_dir, 15, "--model", one) == mine
         text = run_cli("inspect", str(server.data_dir), "--objects", "--limit", "2").stdout
         assert f"--after {whole[1]['key']}" in text
+        assert f"endpoint\t{server.url}\n" in text
+        assert "buckets" not in text  # numbers for machines are in --json
 
 
 @pytest.mark.parametrize(
