@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -100,12 +101,24 @@ def break_file_system(folder: Path) -> None:
         pytest.skip(f"{trigger}: {error.strerror}")
 
 
+def _allocate(fd: int, leave_bytes: int) -> None:
+    """Take all room but ``leave_bytes``; a server that writes meanwhile may be quicker."""
+    for attempt in range(20):
+        stats = os.fstatvfs(fd)
+        try:
+            os.posix_fallocate(fd, 0, max(1, stats.f_bavail * stats.f_frsize - leave_bytes))
+        except OSError as error:
+            if error.errno != errno.ENOSPC or attempt == 19:
+                raise
+        else:
+            return
+
+
 def fill(folder: Path, leave_bytes: int = 0) -> Path:
     """A foreign file that takes all room of a file system but ``leave_bytes``."""
     path = folder / "foreign"
     with path.open("wb", buffering=0) as file:
-        stats = os.fstatvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, max(1, stats.f_bavail * stats.f_frsize - leave_bytes))
+        _allocate(file.fileno(), leave_bytes)
         if not leave_bytes:
             file.seek(0, os.SEEK_END)
             try:
