@@ -232,33 +232,29 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert max(differences) < LOGPROB_TOLERANCE
 
 
-@dataclass(frozen=True)
-class Closeness:
-    """How far two runs agree: tokens that are equal, and the greatest difference of a logprob."""
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    """By token, how far apart the logprobs are of what either run chose.
 
-    equal_tokens: int
-    difference: float
-
-
-def closeness(result: dict[str, Any], expected: dict[str, Any]) -> Closeness:
-    """Compares distributions up to the first token that differs, itself included.
-
-    For engines whose own tokens depend on how a prompt is cut into steps: a near tie is
-    decided otherwise there, and then nothing that follows can be compared. Infinite is the
-    difference where a token that one run chose is not among the other's most likely ones.
+    Up to the first token that differs, itself included: where steps decide near ties, nothing
+    that follows can be compared. Infinite where a token that one run chose is not among the
+    other's most likely ones.
 
     Args:
         result: of a request, with ``top``.
         expected: of the same prompt, computed in other steps.
     """
     assert result["finish_reason"] == "length"
-    difference = 0.0
+    found = []
     for at, pair in enumerate(zip(result["tokens"], expected["tokens"], strict=True)):
         ours, theirs = result["top"][at], expected["top"][at]
-        for token in map(str, pair):
-            known = token in ours and token in theirs
-            off = abs(ours[token] - theirs[token]) if known else float("inf")
-            difference = max(difference, off)
+        found.append(
+            max(
+                abs(ours[token] - theirs[token])
+                if token in ours and token in theirs
+                else float("inf")
+                for token in map(str, pair)
+            )
+        )
         if pair[0] != pair[1]:
-            return Closeness(at, difference)
-    return Closeness(len(result["tokens"]), difference)
+            break
+    return found
