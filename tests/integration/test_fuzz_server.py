@@ -13,6 +13,7 @@ import zmq
 
 from fuzz.make_corpus import bodies
 from lmcache_persist import protocol
+from lmcache_persist.geometry import GroupKind
 from lmcache_persist.protocol import GroupSpec
 from lmcache_persist.server.state import NUM_READERS
 from lmcache_persist.server.stores import MAX_FLUSHES_PER_SESSION
@@ -28,7 +29,7 @@ BURSTS = 12
 MESSAGES_PER_BURST = 250
 MAX_GROWTH_BYTES = 48 << 20
 OBJECT = 256 * 1024
-GROUPS = [GroupSpec(protocol.GroupKind.FULL, 256, 256)]
+GROUPS = [GroupSpec(GroupKind.FULL, 256, 256)]
 
 
 def threads(pid: int) -> int:
