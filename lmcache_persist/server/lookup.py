@@ -41,7 +41,6 @@ class Lookup:
     present: list[int] = field(default_factory=list)
     records: dict[ChunkKey, ChunkRecord] = field(default_factory=dict)
     leased: list[Entry] = field(default_factory=list)
-    leased_bytes: int = 0
     pending: set[Wanted] = field(default_factory=set)
     failed: set[ChunkKey] = field(default_factory=set)
     from_disk: set[ChunkKey] = field(default_factory=set)

@@ -213,8 +213,10 @@ class Lookups:
         size, groups = binding.chunk_size, lookup.engine.groups
         lookup.present = [self._mask(lookup, key) for key in lookup.keys]
         room_bytes = self._state.memory.share_bytes - self._sessions.held_bytes(session)
+        # What its process holds already costs nothing more.
+        shared_bytes = sum(session.leased.get(key, (0, 0))[1] for key in lookup.keys)
         limit = min(
-            self._most_chunks(lookup, room_bytes),
+            self._most_chunks(lookup, room_bytes + shared_bytes),
             lookup.held_chunks + _chunks_per_message(lookup.engine),
         )
         prefix = geometry.restorable_prefix(
@@ -224,7 +226,7 @@ class Lookups:
             groups, size, lookup.num_tokens, lookup.present
         )
         while prefix > lookup.held_chunks * size:
-            if self._hold(lookup, prefix):
+            if self._hold(lookup, prefix, room_bytes):
                 return
             chunks = prefix // size
             shorter = chunks - max(1, chunks // 8)
@@ -282,10 +284,25 @@ class Lookups:
             range(lookup.held_chunks, len(lookup.keys) + 1),
         )
 
-    def _hold(self, lookup: Lookup, prefix: int) -> bool:
-        """Lease the chunks of a prefix and allocate what is not in the pool; all or nothing."""
+    def _cost(self, lookup: Lookup, needs: Mapping[ChunkKey, list[Place]]) -> int:
+        """Bytes of the pool that a lease takes beside those that its session has."""
+        ranks, leased = lookup.engine.ranks, lookup.session.leased
+        return sum(
+            slot_bytes(ranks[place.rank].object_bytes[place.group])
+            for key, places in needs.items()
+            if key not in leased
+            for place in places
+        )
+
+    def _hold(self, lookup: Lookup, prefix: int, room_bytes: int) -> bool:
+        """Lease the chunks of a prefix and allocate what is not in the pool; all or nothing.
+
+        ``room_bytes``: what is left of the share of its process.
+        """
         memory, engine = self._state.memory, lookup.engine
         needs = self._needs(lookup, prefix)
+        if self._cost(lookup, needs) > room_bytes:
+            return False
         entries = {key: memory.get(key) for key in needs}
         for entry in entries.values():
             if entry is not None:
@@ -316,8 +333,8 @@ class Lookups:
                 lookup.leased.append(entry)
             entry.slots[place] = Slot(offset, nbytes)
             to_read.setdefault(key, []).append(place)
-        lookup.leased_bytes = sum(entry.nbytes for entry in lookup.leased)
-        lookup.session.held_bytes += lookup.leased_bytes
+        for entry in lookup.leased:
+            lookup.session.lease(entry.key, entry.nbytes)
         lookup.prefix_tokens = prefix
         self._load(lookup, needs, to_read)
         return True
@@ -407,12 +424,11 @@ class Lookups:
         return lookup.prefix_tokens // binding.chunk_size if binding else 0
 
     def _let_go(self, lookup: Lookup) -> None:
-        lookup.session.held_bytes -= lookup.leased_bytes
-        lookup.leased_bytes = 0
         leased, lookup.leased = lookup.leased, []
         lookup.from_disk.clear()
         # From tail to head, so that the head is the most recently used.
         for entry in reversed(leased):
+            lookup.session.unlease(entry.key)
             self._state.memory.unlease(entry)
 
     # -- answering ---------------------------------------------------------------------

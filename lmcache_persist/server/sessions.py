@@ -19,6 +19,7 @@ from lmcache_persist.errors import LeaseError, ProtocolError, Stale, Unsupported
 from lmcache_persist.server.metrics import Traffic
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import client_is_dead
+from lmcache_persist.store.base import ChunkKey
 from lmcache_persist.store.pool import remove_dead_clients
 from lmcache_persist.store.throttle import Throttle
 
@@ -44,6 +45,7 @@ class Session:
         lock: the client lock's token, empty if it has none.
         last_seen_s: monotonic.
         held_bytes: pool bytes of its leases (reservations are counted by the memory tier).
+        leased: chunks that its lookups lease: by how many, and bytes of the pool.
         traffic: of the engine that it stored for last.
     """
 
@@ -53,8 +55,23 @@ class Session:
     lock: str
     last_seen_s: float
     held_bytes: int = 0
+    leased: dict[ChunkKey, tuple[int, int]] = field(default_factory=dict)
     lookups: set[int] = field(default_factory=set)
     traffic: Traffic | None = None
+
+    def lease(self, key: ChunkKey, nbytes: int) -> None:
+        """One more lookup leases a chunk; what several share counts once."""
+        count, known = self.leased.get(key, (0, 0))
+        self.leased[key] = count + 1, max(known, nbytes)
+        self.held_bytes += max(0, nbytes - known)
+
+    def unlease(self, key: ChunkKey) -> None:
+        """The inverse of :meth:`lease`."""
+        count, nbytes = self.leased.pop(key)
+        if count > 1:
+            self.leased[key] = count - 1, nbytes
+        else:
+            self.held_bytes -= nbytes
 
 
 class Sessions:

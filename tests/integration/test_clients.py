@@ -20,6 +20,8 @@ from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.errors import LeaseError
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
 from support.client_child import ClientProcess
+from support.emulated import EmulatedEngine
+from support.in_process import local_server
 from support.results import SOAKING
 from support.server import ServerProcess
 from support.waiting import stays, wait_until
@@ -127,6 +129,29 @@ def test_one_process_has_one_share(client: MakeClient) -> None:
     assert len(both.call("reserve", 2, 12)) == SHARE - 12
     assert other.call("store", 3, 8) == 8
     assert both.call("check") == 12
+
+
+def test_a_prefix_that_many_requests_share_counts_once(root: Path) -> None:
+    """Requests of one engine that wait with the same prefix all hit, and leave room for stores."""
+    options = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=20.0)
+    with (
+        local_server(root) as server,
+        EmulatedEngine(server.url, [256], object_bytes=OBJECT, options=options).join() as made,
+    ):
+        # Half of the pool is 4 objects.
+        hashes = made.hashes(range(5 * 256))
+        assert made.store(hashes[:3]) == 3
+        made.client.flush(20)
+        asked = {"engine": made.name, "hashes": hashes[:3], "num_tokens": 3 * 256 + 1}
+        leases = [made.client.lookup(**asked) for _ in range(5)]
+        found = [lease.wait(20) for lease in leases]
+        assert [one and one.tokens for one in found] == [3 * 256] * 5
+        assert made.client.stats(20)["leased_bytes"] == 3 * OBJECT
+        assert made.store(hashes[3:]) == 1
+        for lease in leases:
+            lease.release()
+        wait_until(lambda: made.client.stats(20)["leased_bytes"] == 0, "leases are back")
+        assert made.store(hashes[3:]) == 2
 
 
 def test_scheduler_and_worker_in_one_process_die_together(
