@@ -13,7 +13,7 @@ from lmcache_persist.connector import replies
 from lmcache_persist.connector.link import Link
 from lmcache_persist.connector.results import LookupResult
 from lmcache_persist.errors import MalformedMessage, PersistError, RequestTimeout
-from lmcache_persist.protocol import Found, Lookup, NotYet, Release, Reply, encode
+from lmcache_persist.protocol import MAX_WAIT_MS, Found, Lookup, NotYet, Release, Reply, encode
 
 if TYPE_CHECKING:
     from lmcache_persist.connector.session import Session
@@ -101,6 +101,7 @@ class LookupHandle:
     def _ask(self, link: Link, hashes: bytes) -> None:
         timeout_s = self._session.options.request_timeout_s
         left_s = max(0.0, self._deadline - time.monotonic())
+        wait_ms = min(MAX_WAIT_MS, int(1000 * min(left_s, timeout_s * _WAIT_SHARE)))
         try:
             body = encode(
                 Lookup(
@@ -110,7 +111,7 @@ class LookupHandle:
                     num_tokens=self._num_tokens,
                     held_tokens=self._held,
                     hashes=hashes,
-                    wait_ms=int(1000 * min(left_s, timeout_s * _WAIT_SHARE)),
+                    wait_ms=wait_ms,
                     again=self._repeated,
                 )
             )

@@ -70,6 +70,18 @@ def test_polled_until_decided(serve: Serve, connect: Connect) -> None:
     assert first.wait_ms > 0
 
 
+def test_long_timeouts_ask_for_no_longer_wait_than_a_server_grants(
+    serve: Serve, connect: Connect
+) -> None:
+    """Whatever the times are set to, a poll stays within the protocol's bounds."""
+    server = serve()
+    client = connect("scheduler", request_timeout_s=600.0, lookup_timeout_s=600.0)
+    asked = client.lookup(**ASK).wait(20)
+    assert asked is not None
+    assert asked.error is None
+    assert [sent.wait_ms for sent in server.got(protocol.Lookup)] == [protocol.MAX_WAIT_MS]
+
+
 def test_miss_is_released_by_itself(serve: Serve, connect: Connect) -> None:
     """A miss holds nothing and is forgotten at the server without anybody's doing."""
     server = serve()
