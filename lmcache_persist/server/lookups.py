@@ -54,6 +54,7 @@ class Lookups:
         self._sessions = sessions
         self._lookups: dict[tuple[str, int], Lookup] = {}
         self._waiting: deque[Lookup] = deque()
+        self._retry_due = False
         self._loading: dict[Wanted, list[Lookup]] = {}
         self._reads = itertools.count(1)
         self._keys_searched = 0
@@ -472,11 +473,25 @@ class Lookups:
         return runs
 
     def retry_waiting(self) -> None:
-        """Something let go of room: lookups that wait try again, in order of arrival."""
+        """Something let go of room: lookups that wait try again, once in a turn of the loop."""
+        if self._waiting and not self._retry_due:
+            self._retry_due = True
+            self._state.timers.call_in(0.0, self._retry)
+
+    def _retry(self) -> None:
+        """In order of arrival; behind one that still waits, no other of its process tries."""
+        self._retry_due = False
+        full: set[str] = set()
         for _ in range(len(self._waiting)):
             lookup = self._waiting.popleft()
-            if not lookup.cancelled:
-                self._claim(lookup)
+            if lookup.cancelled:
+                continue
+            if lookup.session.lock in full:
+                self._waiting.append(lookup)
+                continue
+            self._claim(lookup)
+            if lookup.phase is Phase.WAITING:
+                full.add(lookup.session.lock)
 
 
 def _chunks_per_message(engine: Engine) -> int:

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_persist.connector import CacheClient, ClientOptions
+from lmcache_persist.connector import CacheClient, ClientOptions, LookupHandle
 from lmcache_persist.errors import LeaseError
 from lmcache_persist.hashing import ChunkHash, ChunkHasher
+from lmcache_persist.server.lookup import Lookup
+from lmcache_persist.server.lookups import Lookups
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
@@ -152,6 +154,50 @@ def test_a_prefix_that_many_requests_share_counts_once(root: Path) -> None:
             lease.release()
         wait_until(lambda: made.client.stats(20)["leased_bytes"] == 0, "leases are back")
         assert made.store(hashes[3:]) == 2
+
+
+def test_many_lookups_that_wait_do_not_keep_the_server_busy(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that comes back wakes one of a process, not all of them for each bit of room."""
+    claims: list[int] = []
+    claim = Lookups._claim
+
+    def counted(self: Lookups, lookup: Lookup) -> None:
+        claims.append(lookup.number)
+        claim(self, lookup)
+
+    options = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=20.0)
+    with (
+        local_server(root) as server,
+        EmulatedEngine(server.url, [256], object_bytes=OBJECT, options=options).join() as made,
+    ):
+        held, wanted = made.hashes(range(4 * 256)), made.hashes(range(1, 4 * 256 + 1))
+        for hashes in (held, wanted):
+            assert made.store(hashes) == 4
+            made.client.flush(20)
+
+        def ask(hashes: list[ChunkHash]) -> LookupHandle:
+            return made.client.lookup(engine=made.name, hashes=hashes, num_tokens=4 * 256 + 1)
+
+        def waiting() -> int:
+            return int(made.client.stats(20)["lookups_by_phase"]["waiting"])
+
+        holder = ask(held)
+        assert holder.wait(20) is not None
+        handles = [ask(wanted) for _ in range(20)]
+        wait_until(lambda: waiting() == 20, "all of them wait")
+        monkeypatch.setattr(Lookups, "_claim", counted)
+        for _ in range(20):
+            server.state.mailbox.post(server.service.lookups.retry_waiting)
+        for handle in handles[10:]:
+            handle.release()
+        wait_until(lambda: waiting() == 10, "the rest wait")
+        wait_until(lambda: claims, "tried again")
+        assert len(claims) < 40  # and not 20 times 20
+        holder.release()
+        found = [handle.wait(20) for handle in handles[:10]]
+        assert [one and one.tokens for one in found] == [4 * 256] * 10
 
 
 def test_scheduler_and_worker_in_one_process_die_together(
