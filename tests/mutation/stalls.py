@@ -7,6 +7,7 @@ from mutation.catalog import CONVERGE, MEMORY, Mutation
 _SERVER = "lmcache_persist/server/"
 _STALLED = "tests/integration/test_stalled_disk.py::"
 _REFUSALS = "tests/integration/test_refusals.py::"
+_CLIENTS = "tests/integration/test_clients.py::"
 _HTTP = "tests/integration/test_hostile_http.py::"
 
 MUTATIONS = (
@@ -124,5 +125,40 @@ MUTATIONS = (
         "self.clerk.shutdown(wait=done, cancel_futures=True)",
         "self.clerk.shutdown(wait=True, cancel_futures=True)",
         (_STALLED + "test_a_stop_waits_for_no_hanging_manifest",),
+    ),
+    Mutation(
+        "searches-pile-up",
+        _SERVER + "lookups.py",
+        "(waiting and waiting + len(unknown) > MAX_KEYS_SEARCHED)",
+        "False",
+        (_STALLED + "test_searches_of_a_hanging_disk_do_not_pile_up",),
+    ),
+    Mutation(
+        "all-that-wait-try-for-each-bit-of-room",
+        _SERVER + "lookups.py",
+        "            if lookup.session.lock in full:\n",
+        "            if False:\n",
+        (_CLIENTS + "test_many_lookups_that_wait_do_not_keep_the_server_busy",),
+    ),
+    Mutation(
+        "shared-prefix-counts-for-each-request",
+        _SERVER + "sessions.py",
+        "self.held_bytes += max(0, nbytes - known)",
+        "self.held_bytes += nbytes",
+        (_CLIENTS + "test_a_prefix_that_many_requests_share_counts_once",),
+    ),
+    Mutation(
+        "lost-by-the-disk-counts-as-there",
+        "lmcache_persist/store/memory.py",
+        "        entry.queued = 0\n        for place in places:\n",
+        "        for place in places:\n",
+        (MEMORY + "test_what_the_disk_lost_is_written_with_the_next_commit",),
+    ),
+    Mutation(
+        "closed-under-a-read",
+        "lmcache_persist/store/lmdb_reader.py",
+        "if not self._state.wait_for(lambda: not self._reads, timeout_s):",
+        "if False:",
+        ("tests/unit/store/test_lmdb_disk.py::test_store_is_not_closed_under_a_read",),
     ),
 )

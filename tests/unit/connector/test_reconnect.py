@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmcache_persist import protocol
@@ -424,6 +425,22 @@ def test_start_at_the_wrong_server_is_remembered(
     assert client.cold is None
     assert client.binding == second.binding
     assert [asked.dry_run for asked in second.got(protocol.Bind)] == [True, False]
+
+
+def test_server_that_is_replaced_within_a_greeting(serve: Serve, connect: Connect) -> None:
+    """The pool was mapped for the first one's slots: it is greeted anew, from the start."""
+    server = serve()
+
+    def answer(hello: protocol.Hello) -> protocol.Reply:
+        welcome = server.plain_answer(hello)
+        assert isinstance(welcome, protocol.Welcome)
+        second = len(server.got(protocol.Hello)) == 2
+        return msgspec.structs.replace(welcome, boot=BOOT_B) if second else welcome
+
+    server.on(protocol.Hello, answer)
+    client = connect("worker")
+    assert client.boot_id == BOOT_A
+    assert len(server.got(protocol.Hello)) == 4
 
 
 def test_greeting_that_times_out_is_tried_again_once(serve: Serve, connect: Connect) -> None:

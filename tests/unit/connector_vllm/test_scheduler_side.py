@@ -153,6 +153,18 @@ def test_load_that_cannot_be_planned_is_reported_as_broken(side: Side) -> None:
     assert all(job.broken for job in jobs)
 
 
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_load_that_ends_elsewhere_than_promised_is_broken(tokens: int, side: Side) -> None:
+    """States and windows are those of the promised end: no other prefix is filled with them."""
+    one = request()
+    side.side.on_new_request(one)
+    side.decide(24)
+    side.side.matched_tokens(one, 0)
+    side.side.after_alloc(one, blocks(TABLE), tokens)
+    (job,) = side.side.build_step(step({})).loads
+    assert f"ends at {tokens}" in job.broken
+
+
 def test_chunks_are_stored_in_the_step_that_completes_them(side: Side) -> None:
     """A chunk whose last token's KV is not computed yet waits for the step that does."""
     one = request(num_tokens=30)

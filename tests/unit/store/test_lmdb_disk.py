@@ -56,6 +56,18 @@ def _raw(directory: Path) -> lmdb.Environment:
     return lmdb.open(str(directory), map_size=CAPACITY, max_dbs=5, writemap=True)
 
 
+def test_store_is_not_closed_under_a_read(directory: Path) -> None:
+    """A read that does not end in time leaves the map where it is, and the close says so."""
+    tier = LmdbDisk.open(directory, CAPACITY, uuid=UUID)
+    write = chunk(1, 300_000)
+    tier.write([write])
+    with tier._reader.transaction() as txn:
+        with pytest.raises(StoreIOError, match="still being read"):
+            tier.close(0.01)
+        assert txn.stat(tier._dbs.chunks)["entries"] == 1
+    tier._env.close()
+
+
 def test_restart_keeps_everything(opened: Opener) -> None:
     """Chunks, order, hits, usage, uuid and stamp are the same after a restart."""
     tier = opened()
