@@ -20,7 +20,7 @@ from lmcache_persist.server.repair import repair
 from lmcache_persist.store.offline import OfflineStore
 from support.filled import fill, hits
 from support.mutilate import alter
-from support.server import ServerProcess, short_folder
+from support.server import ServerProcess, own_server
 
 CHUNKS = 8
 CAPACITY = str(16 << 20)
@@ -29,18 +29,13 @@ CAPACITY = str(16 << 20)
 @pytest.fixture(scope="module")
 def made() -> Iterator[Path]:
     """A data dir whose store is altered in every way that can be mended."""
-    folder = short_folder()
-    server = ServerProcess(folder / "d", capacity=CAPACITY)
-    try:
+    with own_server(capacity=CAPACITY) as server:
         server.start()
         fill(server, CHUNKS)
         assert server.terminate() == 0
-        shutil.copytree(folder / "d", folder / "well")
-        alter(folder / "d" / "store", "all")
-        yield folder / "d"
-    finally:
-        server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(server.data_dir, server.data_dir.with_name("well"))
+        alter(server.data_dir / "store", "all")
+        yield server.data_dir
 
 
 def killed(data_dir: Path, spec: str) -> bool:

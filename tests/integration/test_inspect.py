@@ -19,7 +19,7 @@ from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import looking
 from support.emulated import EmulatedEngine
 from support.files import snapshot
-from support.server import ServerProcess, inspect, run_cli, short_folder
+from support.server import ServerProcess, inspect, own_server, run_cli
 from support.verbs import in_process
 
 PATIENT = ClientOptions(request_timeout_s=10.0)
@@ -47,19 +47,14 @@ def store(server: ServerProcess, name: str, **changes: Any) -> None:
 @pytest.fixture(scope="module")
 def made() -> Iterator[Path]:
     """A data dir of two models; its first server was killed, its second one ended well."""
-    folder = short_folder()
-    server = ServerProcess(folder / "d")
-    try:
+    with own_server() as server:
         server.start()
         store(server, "one", weights="w0")
         server.kill()
         server.start()
         store(server, "two", weights="w1")
         assert server.terminate() == 0
-        yield folder / "d"
-    finally:
-        server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        yield server.data_dir
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from support.files import snapshot
 from support.filled import OBJECT_BYTES, fill, hits
 from support.mutilate import alter
-from support.server import ServerProcess, inspect, run_cli, short_folder
+from support.server import ServerProcess, inspect, own_server, run_cli
 from support.verbs import in_process
 
 CHUNKS = 12
@@ -26,16 +26,11 @@ CAPACITY = str(16 << 20)
 @pytest.fixture(scope="module")
 def made() -> Iterator[Path]:
     """A data dir with some chunks that its server has left in good order."""
-    folder = short_folder()
-    server = ServerProcess(folder / "d", capacity=CAPACITY)
-    try:
+    with own_server(capacity=CAPACITY) as server:
         server.start()
         fill(server, CHUNKS)
         assert server.terminate() == 0
-        yield folder / "d"
-    finally:
-        server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        yield server.data_dir
 
 
 @pytest.fixture

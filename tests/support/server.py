@@ -6,11 +6,12 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -189,3 +190,15 @@ def inspect(data_dir: Path, *flags: str) -> dict[str, Any]:
 def short_folder() -> Path:
     """A fresh folder with a path short enough for sockets in it."""
     return Path(tempfile.mkdtemp(prefix="lp-"))
+
+
+@contextlib.contextmanager
+def own_server(**options: Any) -> Iterator[ServerProcess]:
+    """A server on a data dir of its own, not started; killed and removed afterwards."""
+    folder = short_folder()
+    server = ServerProcess(folder / "d", **options)
+    try:
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
