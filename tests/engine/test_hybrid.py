@@ -203,26 +203,50 @@ def crowd(turn: int) -> list[dict[str, Any]]:
 
 
 TOLERANCE = 0.1
-"""Of the first token's logprobs, in bfloat16. Source: measured, below 0.06 in five crowds of 16."""
+"""Of logprobs, in bfloat16. Source: measured, 0.06 at most where steps differ, else 0."""
 
 
 def compare_crowd(
-    requests: list[dict[str, Any]], found: dict[str, Any], alone: list[dict[str, Any]]
+    engine: EngineProcess,
+    requests: list[dict[str, Any]],
+    found: dict[str, Any],
+    alone: list[dict[str, Any]],
 ) -> None:
-    """The first token of each request that was not aborted is as likely as it is alone.
+    """Each request that was not aborted says what it says alone, up to its first near tie.
 
-    No more is compared: states are computed in bfloat16 only, and the steps that a crowd or a
-    preemption cuts a request into have put later tokens off by up to 0.7. What the crowd stored
-    is compared afterwards, to the last token.
+    One that was preempted computes its first tokens again, as a part of its prompt, which in
+    bfloat16 puts later ones off by up to 1: it says what such a longer prompt says alone.
     """
-    compared = [
-        differences(found["results"][one["id"]], expected)
-        for one, expected in zip(requests, alone, strict=True)
-        if one["id"] in found["results"]
-    ]
-    for one in compared:
-        print("logprobs are off by " + " ".join(f"{off:.3f}" for off in one))
-    assert max(one[0] for one in compared) < TOLERANCE
+    for one, expected in zip(requests, alone, strict=True):
+        if one["id"] not in found["results"]:
+            continue
+        result = found["results"][one["id"]]
+        off = differences(result, expected)
+        print(f"{one['id']} is off by " + " ".join(f"{part:.3f}" for part in off))
+        right = [part < TOLERANCE for part in off]
+        assert all(right) or any(
+            says_the_same_from(engine, one, result, resumed)
+            for resumed in range(1, right.index(False) + 1)
+        )
+
+
+def says_the_same_from(
+    engine: EngineProcess, one: dict[str, Any], result: dict[str, Any], resumed: int
+) -> bool:
+    """Whether a request goes on like its prompt and its first ``resumed`` tokens, alone."""
+    left = len(result["tokens"]) - resumed
+    prompt = one["prompt"] + result["tokens"][:resumed]
+    expected = ask_alone(engine, prompt, left)
+    rest = {**result, "tokens": result["tokens"][resumed:], "top": result["top"][resumed:]}
+    return max(differences(rest, expected)) < TOLERANCE
+
+
+def ask_alone(engine: EngineProcess, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """From nothing, in a world of its own: what a crowd finds it has stored itself."""
+    (result,) = engine.generate(
+        [prompt], max_tokens, cache_salt="alone", skip_reading_prefix_cache=True, logprobs=TOP
+    )
+    return result
 
 
 def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:
@@ -236,21 +260,17 @@ def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:
         env={**IN_PROCESS, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"},
         **OPTIONS,
     ).wait_ready()
-    # From nothing, in a world of their own: what a crowd finds it has stored itself.
-    alone = [
-        ask(engine, one["prompt"], cache_salt="a", skip_reading_prefix_cache=True, logprobs=TOP)
-        for one in crowd(0)
-    ]
+    alone = [ask_alone(engine, one["prompt"], one["max_tokens"]) for one in crowd(0)]
     for turn in (1, 2):
         requests = crowd(turn)
         found = engine.call("drive", requests=requests)
         assert len(found["results"]) == 16
         assert found["preemptions"] > 0
-        compare_crowd(requests, found, alone)
+        compare_crowd(engine, requests, found, alone)
         assert_nothing_is_held(engine, server)
-    check_aborts(engine, crowd(3), lambda requests, found: compare_crowd(requests, found, alone))
+    check_aborts(engine, crowd(3), lambda *driven: compare_crowd(engine, *driven, alone))
     assert_nothing_is_held(engine, server)
-    for one in crowd(0):
+    for one in crowd(0)[:8]:
         prompt = one["prompt"]
         assert_right(engine, prompt, (len(prompt) - 1) // 640 * 640)
     # And it would be noticed.
@@ -260,4 +280,4 @@ def test_crowded_hybrid_engine(start: Starter, tmp_path: Path) -> None:
         assert engine.call("reset_prefix_cache")
         found = engine.call("drive", requests=requests)
         with pytest.raises(AssertionError):
-            compare_crowd(requests, found, alone)
+            compare_crowd(engine, requests, found, alone)
