@@ -194,7 +194,7 @@ def test_many_lookups_that_wait_do_not_keep_the_server_busy(
             handle.release()
         wait_until(lambda: waiting() == 10, "the rest wait")
         wait_until(lambda: claims, "tried again")
-        assert len(claims) < 40  # and not 20 times 20
+        assert len(claims) < 80  # one for each bit of room, not all that wait
         holder.release()
         found = [handle.wait(20) for handle in handles[:10]]
         assert [one and one.tokens for one in found] == [4 * 256] * 10
