@@ -141,6 +141,13 @@ MUTATIONS = (
         (_CLIENTS + "test_many_lookups_that_wait_do_not_keep_the_server_busy",),
     ),
     Mutation(
+        "retry-for-each-bit-of-room",
+        _SERVER + "lookups.py",
+        "if self._waiting and not self._retry_due:",
+        "if self._waiting:",
+        (_CLIENTS + "test_many_lookups_that_wait_do_not_keep_the_server_busy",),
+    ),
+    Mutation(
         "shared-prefix-counts-for-each-request",
         _SERVER + "sessions.py",
         "self.held_bytes += max(0, nbytes - known)",
