@@ -24,6 +24,7 @@ class TestEngine(engine_child.Engine):
         "drive",
         "groups_of_kind",
         "held",
+        "make_stage_buffers",
         "metrics",
         "reset_all",
         "stale_loads",
