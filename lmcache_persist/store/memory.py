@@ -13,6 +13,7 @@ rests a second: a dying process may still have a copy in flight.
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,8 @@ class MemoryTier:
         self._entries: dict[ChunkKey, Entry] = {}
         self._evictable: OrderedDict[ChunkKey, Entry] = OrderedDict()
         self._reservations: dict[int, Reservation] = {}
-        self._numbers = itertools.count(1)
+        # From a start that no other boot has: a number of an earlier one must name nothing here.
+        self._numbers = itertools.count(1 + secrets.randbits(48))
         self._reserved_bytes: dict[str, int] = {}
         self._reserved_in_all = 0
         self.unwritten_bytes = 0

@@ -168,4 +168,11 @@ MUTATIONS = (
         "if False:",
         ("tests/unit/store/test_lmdb_disk.py::test_store_is_not_closed_under_a_read",),
     ),
+    Mutation(
+        "reservations-numbered-alike-at-every-boot",
+        "lmcache_persist/store/memory.py",
+        "itertools.count(1 + secrets.randbits(48))",
+        "itertools.count(1)",
+        (MEMORY + "test_a_reservation_of_an_earlier_boot_names_nothing",),
+    ),
 )

@@ -149,6 +149,19 @@ def test_reservations_are_their_owners_and_used_once(tier: Tier) -> None:
         tier.commit(reservation)
 
 
+def test_a_reservation_of_an_earlier_boot_names_nothing(tier: Tier, tmp_path: Path) -> None:
+    """A commit that was meant for the server before this one frees or fills nobody's slot."""
+    earlier = tier.reserve(key(1))
+    assert earlier is not None
+    (tmp_path / "next").mkdir()
+    restarted = Tier(tmp_path / "next")
+    kept = restarted.reserve(key(2))
+    assert kept is not None
+    with pytest.raises(LeaseError):
+        restarted.commit(earlier)
+    assert restarted.commit(kept) is not None
+
+
 def test_a_dead_owners_slots_rest_before_they_are_used_again(tier: Tier) -> None:
     """A dying process may still write: its slots are handed out a second later."""
     assert tier.memory.allocate([POOL_BYTES // 4]) is not None
