@@ -7,14 +7,20 @@ for each block of the chunk in order, that block's page.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lmcache_persist.errors import UnsupportedGroup
+
+log = logging.getLogger(__name__)
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every thread and context. Source: CUDA runtime API."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Pages are moved in the widest words that fit. Source: index_copy_ of uint8 runs at
@@ -268,3 +274,36 @@ class _SideStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+def pin_host_memory(view: memoryview) -> Callable[[], None]:
+    """Pin memory that copies of a CUDA or ROCm device go to and come from.
+
+    Copies to and from other memory go through a staging buffer and keep the host waiting;
+    they are right all the same, so a driver that will not pin costs a log line.
+
+    Args:
+        view: writable, uint8; it must stay mapped until what is returned was called.
+
+    Returns:
+        What unpins it.
+
+    Threads: any.
+    """
+    nbytes, address = view.nbytes, torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    try:
+        runtime: Any = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+    except (RuntimeError, AttributeError) as problem:
+        log.warning("the pool cannot be pinned: %s", problem)
+        return lambda: None
+    if error:
+        log.warning("%d bytes of the pool cannot be pinned: CUDA error %d", nbytes, error)
+        return lambda: None
+
+    def unpin() -> None:
+        error = int(runtime.cudaHostUnregister(address))
+        if error:
+            log.warning("%d bytes of a pool cannot be unpinned: CUDA error %d", nbytes, error)
+
+    return unpin

@@ -16,7 +16,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lmcache_persist.errors import LeaseError, MalformedMessage
 from lmcache_persist.protocol import PoolInfo
@@ -51,6 +51,7 @@ class PoolMap:
         self._guard = threading.Lock()
         self._pins = 0
         self._orphaned = False
+        self._undo: Callable[[], None] | None = None
         self._idle_since = time.monotonic()
         self._map, self._inode = self._attach(info)
         self._view: memoryview | None = memoryview(self._map)
@@ -127,6 +128,21 @@ class PoolMap:
             self._pins -= 1
             self._idle_since = time.monotonic()
 
+    def prepare(self, prepare: Callable[[memoryview], Callable[[], None]]) -> None:
+        """Have something done to the whole mapping, once; it is undone before the unmapping.
+
+        Args:
+            prepare: gets the mapping and returns what undoes it. Views wait meanwhile.
+
+        Raises:
+            LeaseError: the mapping was let go already.
+        """
+        with self._guard:
+            if self._view is None:
+                raise LeaseError(f"pool of boot {self.boot_id} was let go")
+            if self._undo is None:
+                self._undo = prepare(self._view)
+
     def touch(self) -> None:
         """Fault all pages in, so that no store pays for its first touch."""
         call = ctypes.CDLL(None, use_errno=True).madvise
@@ -185,6 +201,8 @@ class PoolMap:
         view, self._view = self._view, None
         if view is None:
             return True
+        if self._undo is not None:
+            self._undo()
         view.release()
         try:
             self._map.close()

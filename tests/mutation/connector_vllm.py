@@ -135,4 +135,11 @@ MUTATIONS = (
         "1",
         (_TESTS + "test_kv_geometry.py",),
     ),
+    Mutation(
+        "later-pool-not-pinned",
+        _HERE + "worker_side.py",
+        "self._registered_for == chunk_size:\n                    self._pin_pool()",
+        "self._registered_for == chunk_size:\n                    return",
+        (_TESTS + "test_worker_side.py",),
+    ),
 )

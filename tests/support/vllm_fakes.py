@@ -57,6 +57,7 @@ class FakeClient:
     def __init__(self, bound: Binding | None) -> None:
         self.binding = bound
         self.cold: PersistError | None = None
+        self.boot_id = "boot"
         self.handles: list[FakeHandle] = []
         self.reserves: list[dict[str, Any]] = []
         self.reserved: Future[Reserved] = Future()

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmcache_persist.connector import CacheClient, Change, PoolMap, Registration
-from lmcache_persist.connector.pages import PageSet
+from lmcache_persist.connector.pages import PageSet, pin_host_memory
 from lmcache_persist.connector.vllm import layouts
 from lmcache_persist.connector.vllm.counters import Counters, logger
 from lmcache_persist.connector.vllm.metadata import (
@@ -154,12 +154,15 @@ class WorkerSide:
         self._registered_for = 0
         self._client.register(registration, timeout_s=REGISTER_TIMEOUT_S)
         self._registered_for = chunk_size
+        self._pin_pool()
         logger.info("cache: rank %d registered, %s bytes per chunk", self._rank, sum(sizes))
 
     def _server_changed(self, change: Change) -> None:
         """On the client's thread, which must not wait: another chunk size, other sizes."""
         binding = change.binding
-        if binding is None or self._registered_for == binding.chunk_size:
+        if binding is None:
+            return
+        if self._registered_for == binding.chunk_size and not self._pins:
             return
         threading.Thread(
             target=self._register_again,
@@ -170,12 +173,25 @@ class WorkerSide:
 
     def _register_again(self, chunk_size: int) -> None:
         with self._registering:
-            if self._registered_for == chunk_size:
-                return
             try:
-                self._register_for(chunk_size)
+                if self._registered_for == chunk_size:
+                    self._pin_pool()
+                else:
+                    self._register_for(chunk_size)
             except PersistError as error:
                 self._counters.incident("registration_failed", error)
+
+    @property
+    def _pins(self) -> bool:
+        """Whether pages are on a device whose copies want pinned memory."""
+        return any(pages is not None and pages.device.type == "cuda" for pages in self._pages)
+
+    def _pin_pool(self) -> None:
+        """Pin the present server's pool, once; a few tenths of a second per GiB."""
+        boot = self._client.boot_id if self._pins else None
+        pool = self._client.pool(boot) if boot is not None else None
+        if pool is not None:
+            pool.prepare(pin_host_memory)
 
     # ---- steps ---------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="pages need torch")
 
-from lmcache_persist.connector.pages import PageSet  # noqa: E402
+from lmcache_persist.connector.pages import PageSet, pin_host_memory  # noqa: E402
 from lmcache_persist.errors import UnsupportedGroup  # noqa: E402
 
 NUM_BLOCKS = 7
@@ -295,3 +296,66 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device="cuda").set_(
         storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
+
+
+class FakeRuntime:
+    """Stands in for CUDA's runtime where there is none: notes what is pinned."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        if not self.error:
+            self.pinned[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole memory is pinned, and what is returned takes that back."""
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = bytearray(4096)
+    unpin = pin_host_memory(memoryview(memory))
+    assert list(runtime.pinned.values()) == [4096]
+    unpin()
+    assert runtime.pinned == {}
+    memory.clear()  # nobody holds the memory any more
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver that will not pin costs a log line, and there is nothing to take back."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=2))
+    pin_host_memory(memoryview(bytearray(4096)))()
+    assert "cannot be pinned: CUDA error 2" in caplog.text
+
+    def absent() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch.cuda, "cudart", absent)
+    pin_host_memory(memoryview(bytearray(4096)))()
+    assert "cannot be pinned: no driver" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator on this machine")
+def test_copies_through_pinned_memory() -> None:
+    """On an accelerator a mapping is pinned for real, and copies through it are right."""
+    tensors = filled(llama)
+    pages = PageSet([_moved(tensor) for tensor in tensors])
+    with mmap.mmap(-1, max(mmap.PAGESIZE, pages.object_bytes(2))) as memory:
+        whole = memoryview(memory)
+        unpin = pin_host_memory(whole)
+        assert torch.frombuffer(whole, dtype=torch.uint8).is_pinned()
+        slot = whole[: pages.object_bytes(2)]
+        pages.gather([4, 1], slot)
+        assert bytes(slot) == golden_object(tensors, [4, 1])
+        unpin()
+        slot.release()
+        whole.release()

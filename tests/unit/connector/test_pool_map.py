@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -190,3 +190,22 @@ def test_forked_child_holds_no_memory(owner: Owner, pool: PoolMap) -> None:
     with open("/proc/self/maps") as maps:
         assert owner.info.path in maps.read()
     assert not pool.closed
+
+
+def test_what_is_prepared_is_undone_before_the_unmapping(pool: PoolMap) -> None:
+    """Once for a mapping, however often it is asked for; undone while the bytes are still there."""
+    seen: list[str] = []
+
+    def prepare(whole: memoryview) -> Callable[[], None]:
+        assert whole.nbytes == SIZE
+        seen.append("done")
+        return lambda: seen.append(f"undone, {whole.nbytes} bytes still mapped")
+
+    pool.prepare(prepare)
+    pool.prepare(prepare)
+    assert seen == ["done"]
+    pool.close()
+    pool.close()
+    assert seen == ["done", f"undone, {SIZE} bytes still mapped"]
+    with pytest.raises(LeaseError, match="was let go"):
+        pool.prepare(prepare)

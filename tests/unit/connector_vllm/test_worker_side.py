@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,18 @@ class FakePool:
 
     def slot(self, number: int) -> bytes:
         return bytes(self.data[number * OBJECT_BYTES : (number + 1) * OBJECT_BYTES])
+
+
+class PreparedPool(FakePool):
+    """A pool that says when it was pinned for an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.prepared = threading.Event()
+
+    def prepare(self, prepare: object) -> None:
+        assert prepare is worker_side.pin_host_memory
+        self.prepared.set()
 
 
 class Rank:
@@ -318,6 +331,27 @@ def test_same_chunk_size_is_not_registered_twice(rank: Rank) -> None:
     rank.client.registered.clear()
     rank.client.listeners[0](Change(2, "boot2", binding(CHUNK, "t1")))
     assert not rank.client.registered.is_set()
+    assert len(rank.client.registrations) == 1
+
+
+def test_pools_are_pinned_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first server's with the registration, a later one's once it is there."""
+    monkeypatch.setattr(WorkerSide, "_pins", True)
+    made = Rank(monkeypatch)
+    first = made.client.pools["boot"] = PreparedPool()
+    later = made.client.pools["boot2"] = PreparedPool()
+    made.side.register(made.caches)
+    assert first.prepared.is_set()
+    assert not later.prepared.is_set()
+    made.client.boot_id = "boot2"
+    made.client.listeners[0](Change(2, "boot2", binding(CHUNK, "t1")))
+    assert later.prepared.wait(10)
+    assert len(made.client.registrations) == 1
+
+
+def test_pools_are_not_pinned_without_an_accelerator(rank: Rank) -> None:
+    """On a CPU nothing is done to the pool (this one could not be pinned)."""
+    assert not hasattr(rank.pool, "prepare")
     assert len(rank.client.registrations) == 1
 
 
