@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ settings.register_profile("nightly", max_examples=2000, print_blob=True, **_comm
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would every program that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
