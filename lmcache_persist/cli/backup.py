@@ -13,7 +13,7 @@ import typer
 
 from lmcache_persist.cli.connection import seconds
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.live import by_server, holding_server
+from lmcache_persist.cli.live import absolute, by_server, holding_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.errors import (
@@ -57,7 +57,7 @@ def backup(
     """
     from lmcache_persist.server.backup import back_up
 
-    root = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    root = absolute(data_dir)
     target = Path(os.path.abspath(os.path.expanduser(dest)))
     with _source(root, seconds(timeout)) as source:
         with CopyTicker("copied", source.held.bytes) as ticker:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmcache_persist.cli.connection import connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.negotiate import parse_groups
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.plan import positive
-from lmcache_persist.errors import ConfigError, Unbound
+from lmcache_persist.errors import ConfigError, PersistError, Unbound
 from lmcache_persist.geometry import Group, check_compatible, groups_from_sizes
 from lmcache_persist.units import approximate_size, parse_size
 
@@ -29,7 +31,12 @@ _MAX_SHARE = 0.9
 
 @ending
 def bench(
-    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
+    data_dir: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
+    ] = None,
     chunks: Annotated[str, typer.Option(metavar="N", help="Chunks to store and load.")] = "64",
     object_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Of one chunk of one group.")
@@ -63,11 +70,13 @@ def bench(
     number, nbytes, limit = positive("chunks", chunks), parse_size(object_size), seconds(timeout)
     if nbytes < 1:
         raise ConfigError(f"--object-size is {object_size!r}, expected at least one byte")
-    with connected(server, limit, "bench", kind="client") as client:
+    url, root = endpoint_of(data_dir, server)
+    with connected(url, limit, "bench", kind="client", root=root) as client:
         geometry = _geometry(client, wanted, bind=bind, timeout_s=limit)
         worker = _worker(client, geometry, number, nbytes, limit, evict=evict)
-        document = _run(client, worker, limit)
-    document = {"server": server, **document}
+        with _saying_how_far(worker):
+            document = _run(client, worker, limit)
+    document = {"server": url, **document}
     if json_output:
         write_json(document)
     else:
@@ -91,9 +100,12 @@ def _geometry(
         check_compatible(binding.chunk_size, found)
         return found
     if wanted is None or not bind:
+        given = " (--groups without --bind binds nothing)" if wanted else ""
         raise Unbound(
-            f"server {client.endpoint} is not bound, expected one that is",
-            hint="start an engine first, or give --groups and --bind: that binds it for good",
+            f"server {client.endpoint} is not bound, expected one that is{given}",
+            hint="start an engine first, or: lmcache-persist negotiate --server"
+            f" {client.endpoint} --groups N,N,...; or give bench both --groups N,N,... and --bind."
+            " Each of them binds it for good",
         )
     found = tuple(wanted)
     outcome = client.bind(found, who="lmcache-persist bench", timeout_s=timeout_s)
@@ -152,6 +164,20 @@ def _check_room(disk: dict[str, Any], wanted_bytes: int, *, evict: bool) -> None
         f" {approximate_size(capacity)} there is {free} to spare: others' objects might be evicted",
         hint="lower --chunks or --object-size, or give --evict if that does not matter",
     )
+
+
+@contextlib.contextmanager
+def _saying_how_far(worker: BenchWorker) -> Iterator[None]:
+    """Around a run: what was done, if an error ends it."""
+    try:
+        yield
+    except PersistError:
+        stored, loaded = worker.figures.stored_bytes, worker.figures.loaded_bytes
+        say(
+            f"stored {approximate_size(stored)} of {approximate_size(worker.total_bytes)},"
+            f" loaded and compared {approximate_size(loaded)} before this:"
+        )
+        raise
 
 
 def _run(client: CacheClient, worker: BenchWorker, timeout_s: float) -> dict[str, Any]:

@@ -143,6 +143,7 @@ class BenchWorker:
             one: -(-object_bytes // blocks) * blocks for one, blocks in self._blocks.items()
         }
         self.chunk_bytes = sum(self.object_bytes.values())
+        self.total_bytes = prompts * prompt_chunks * self.chunk_bytes
         self.figures = Figures()
         self.fingerprint = ""
         self._stored: list[int] = [0] * prompts

@@ -6,9 +6,19 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmcache_persist.errors import MalformedMessage
+from lmcache_persist.datadir import Holder, ReaderLock, read_holder
+from lmcache_persist.errors import (
+    ConfigError,
+    DataDirLocked,
+    DataDirUnusable,
+    MalformedMessage,
+    PersistError,
+    RequestTimeout,
+    ServerUnreachable,
+)
 from lmcache_persist.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -16,13 +26,25 @@ if TYPE_CHECKING:
     from lmcache_persist.protocol import Request
 
 DEFAULT_TIMEOUT = "10"
+MAX_SECONDS = 30 * 86400.0
+_UNHEARD = ("silent", "absent", "refused")
+_HANGS = "docs/troubleshooting.md, The server hangs"
 
 
 @contextlib.contextmanager
 def connected(
-    server: str, timeout_s: float, verb: str, *, kind: str = "cli"
+    server: str, timeout_s: float, verb: str, *, kind: str = "cli", root: Path | None = None
 ) -> Iterator[CacheClient]:
     """A client that has heard the server; closed at the end.
+
+    What ends the connection has a hint afterwards, also if it ends later.
+
+    Args:
+        server: its endpoint.
+        timeout_s: until it is to be heard.
+        verb: who asks.
+        kind: of client.
+        root: the data dir of the server, if that is known.
 
     Raises:
         ServerUnreachable: nobody answers within ``timeout_s``.
@@ -33,9 +55,50 @@ def connected(
     # The verb says itself how it ended; the client's own log lines would say it twice.
     logging.getLogger("lmcache_persist").addHandler(logging.NullHandler())
     options = ClientOptions(connect_timeout_s=timeout_s)
-    with CacheClient(server, kind=kind, label=f"lmcache-persist {verb}", options=options) as client:
-        client.wait_connected(timeout_s)
-        yield client
+    label = f"lmcache-persist {verb}"
+    try:
+        with CacheClient(server, kind=kind, label=label, options=options) as client:
+            client.wait_connected(timeout_s)
+            yield client
+    except ServerUnreachable as error:
+        raise _with_holder(error, root, timeout_s) from error
+    except RequestTimeout as error:
+        error.hint = error.hint or f"it is busy, its disk is slow, or it hangs ({_HANGS})"
+        raise
+
+
+def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) -> PersistError:
+    """The error, with the process that holds the data dir: then there is none to be started."""
+    reason, url = error.fields.get("reason"), error.fields.get("endpoint", "")
+    if error.hint is None:
+        error.hint = "it ended or was killed: its log and crash.log in its data dir may say why"
+    socket = Path(url.removeprefix("ipc://"))
+    if root is None and url.startswith("ipc://") and socket.name == "server.sock":
+        root = socket.parent
+    holder = _holder(root) if root is not None and reason in _UNHEARD else None
+    if holder is None:
+        return error
+    who = f"pid {holder.pid} on {holder.host} holds {root}"
+    if reason == "silent":
+        why = f"{who} and does not answer within {timeout_s:g} s"
+        hint = f"see its state with: ps -o stat,wchan:20,args -p {holder.pid}; if it hangs, stop"
+        hint += f" it with: kill -9 {holder.pid}, which loses nothing durable ({_HANGS})"
+    else:
+        why = f"{error.message.rpartition(': ')[2]}, but {who}, listening at {holder.endpoint}"
+        hint = "use that endpoint; if it is this one, the server is about to start or to end, or"
+        hint += f" its socket was removed: stop it with: kill {holder.pid}"
+    return ServerUnreachable(f"no server answers at {url}: {why}", hint=hint, **error.fields)
+
+
+def _holder(root: Path) -> Holder | None:
+    """The server that holds a data dir now, None if there is none, or that cannot be told."""
+    try:
+        with ReaderLock.acquire(root):
+            return None
+    except DataDirLocked:
+        return read_holder(root)
+    except DataDirUnusable:
+        return None
 
 
 def ask_json(
@@ -63,6 +126,15 @@ def ask_json(
     return document
 
 
-def seconds(text: str) -> float:
-    """The value of ``--timeout``. Raises ``ConfigError``."""
-    return parse_duration_s(text)
+def seconds(text: str, flag: str = "--timeout") -> float:
+    """The value of ``--timeout``, or of another flag. Raises ``ConfigError``, which names it."""
+    try:
+        value = parse_duration_s(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}", hint=error.hint) from error
+    if not 0 < value <= MAX_SECONDS:
+        raise ConfigError(
+            f"{flag} is {text!r}, expected more than 0 s and at most 30d",
+            hint="for example 30, 500ms or 2min",
+        )
+    return value

@@ -9,12 +9,18 @@ import typer
 
 from lmcache_persist.cli.connection import connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.output import ending, write, write_json
 
 
 @ending
 def flush(
-    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
+    data_dir: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
+    ] = None,
     timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For the whole verb.")] = "60",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -22,11 +28,14 @@ def flush(
 
     Exit code 4 if that is not so in time: then nothing is known.
 
+    Example: lmcache-persist flush /var/lib/kv
+
     Example: lmcache-persist flush --server ipc:///var/lib/kv/server.sock
     """
     limit = seconds(timeout)
     deadline = time.monotonic() + limit
-    with connected(server, limit, "flush") as client:
+    url, root = endpoint_of(data_dir, server)
+    with connected(url, limit, "flush", root=root) as client:
         durable_seq = client.flush(max(0.0, deadline - time.monotonic()))
     if json_output:
         write_json({"durable_seq": durable_seq})

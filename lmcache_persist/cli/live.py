@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 
 from lmcache_persist.cli.connection import connected
 from lmcache_persist.datadir import DataDir, Holder, read_holder
-from lmcache_persist.errors import DataDirLocked, ServerUnreachable
+from lmcache_persist.errors import ConfigError, DataDirLocked, ServerUnreachable
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
 
 
 def absolute(data_dir: str) -> Path:
-    """A data dir as it was typed, as a path."""
+    """A data dir as it was typed, as a path. Raises ``ConfigError`` if it is an endpoint."""
+    scheme, found, rest = data_dir.partition("://")
+    if found:
+        folder = rest.removesuffix("/server.sock") if scheme == "ipc" else "DIR"
+        raise ConfigError(
+            f"{data_dir!r} is an endpoint, expected a folder",
+            hint=f"give the data dir: {folder}; verbs that have --server take an endpoint there",
+        )
     return Path(os.path.abspath(os.path.expanduser(data_dir)))
 
 
@@ -29,13 +36,58 @@ def holding_server(root: Path, timeout_s: float, verb: str) -> Iterator[CacheCli
         ServerUnreachable: it does not answer within ``timeout_s``, or another one does.
     """
     holder = holder_of(root)
-    with connected(reachable_endpoint(root, holder), timeout_s, verb) as client:
+    with connected(reachable_endpoint(root, holder), timeout_s, verb, root=root) as client:
         if client.boot_id != holder.boot_id:
             raise ServerUnreachable(
                 f"the server at {holder.endpoint} has boot id {client.boot_id}, expected"
-                f" {holder.boot_id}, which holds {root}"
+                f" {holder.boot_id}, which holds {root}",
+                hint="try again: one of them may just have started",
             )
         yield client
+
+
+def endpoint_of(data_dir: str | None, server: str | None) -> tuple[str, Path | None]:
+    """The endpoint for a verb that takes DIR or ``--server``, and DIR if it is known.
+
+    Raises:
+        ConfigError: neither or both are given.
+        DataDirUnusable: DIR is none.
+        ServerUnreachable: no server has said where it listens.
+    """
+    if (data_dir is None) == (server is None):
+        raise ConfigError(
+            f"{'neither' if server is None else 'both'} of DIR and --server are given, expected"
+            " one",
+            hint="for example /var/lib/kv, or --server ipc:///var/lib/kv/server.sock",
+        )
+    if data_dir is None:
+        return str(server), None
+    root = absolute(data_dir)
+    holder = read_holder(root)
+    if holder is not None:
+        return reachable_endpoint(root, holder), root
+    from lmcache_persist.server.offline import used_data_dir
+
+    used_data_dir(root)
+    raise ServerUnreachable(
+        f"no server has said where it listens for {root}",
+        hint=f"start one with: lmcache-persist serve --data-dir {root}",
+    )
+
+
+@contextlib.contextmanager
+def without_server(verb: str, afterwards: str = "") -> Iterator[None]:
+    """Around a verb that works while no server runs: that is the hint if one does.
+
+    Raises:
+        DataDirLocked: somebody holds the data dir.
+    """
+    try:
+        yield
+    except DataDirLocked as error:
+        if by_server(error):
+            error.hint = f"{verb} works while no server runs: stop that one{afterwards}"
+        raise
 
 
 def by_server(error: DataDirLocked) -> bool:

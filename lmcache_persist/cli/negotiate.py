@@ -8,6 +8,7 @@ import typer
 
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
+from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.output import (
     ending,
     error_document,
@@ -48,10 +49,15 @@ def parse_groups(text: str) -> list[Group]:
 
 @ending
 def negotiate(
-    server: Annotated[str, typer.Option(metavar="URL", help="Endpoint of the server.")],
     groups: Annotated[
         str, typer.Option(metavar="N,N,...", help="tokens_per_block of each group, 0 for scratch.")
     ],
+    data_dir: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
+    ] = None,
     base: Annotated[
         str | None, typer.Option(metavar="TOKENS", help="Wished for. [default: the server's]")
     ] = None,
@@ -74,7 +80,8 @@ def negotiate(
     try:
         wanted, base_tokens = parse_groups(groups), _base(base)
         limit = seconds(timeout)
-        with connected(server, limit, "negotiate") as client:
+        url, root = endpoint_of(data_dir, server)
+        with connected(url, limit, "negotiate", root=root) as client:
             held = client.binding
             result["binding"] = held.summary() if held else None
             try:

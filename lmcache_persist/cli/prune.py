@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.inspect import ask_server
-from lmcache_persist.cli.live import by_server, holding_server
+from lmcache_persist.cli.live import absolute, by_server, holding_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.ticker import Ticker
 from lmcache_persist.errors import ConfigError, DataDirLocked, MalformedMessage, PersistError
@@ -59,7 +58,7 @@ def prune(
     """
     from lmcache_persist.store.selection import Picked
 
-    root = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    root = absolute(data_dir)
     timeout_s = seconds(timeout)
     if model is fingerprint is older_than is down_to is None and not stale:
         raise ConfigError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
@@ -33,13 +32,14 @@ def rebind(
     """
     from lmcache_persist.server.rebind import rebind as carry_out
 
-    binding = carry_out(
-        Path(os.path.abspath(os.path.expanduser(data_dir))),
-        positive("chunk-size", chunk_size),
-        confirmation("rebind", yes=yes),
-        max_chunk_size=positive("max-chunk-size", max_chunk_size),
-        say=lambda text: say(plain(text)),
-    )
+    with without_server("rebind"):
+        binding = carry_out(
+            absolute(data_dir),
+            positive("chunk-size", chunk_size),
+            confirmation("rebind", yes=yes),
+            max_chunk_size=positive("max-chunk-size", max_chunk_size),
+            say=lambda text: say(plain(text)),
+        )
     if json_output:
         write_json({"binding": binding.summary()})
     else:

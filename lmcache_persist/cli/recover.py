@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 
 
@@ -29,11 +28,12 @@ def recover(
     """
     from lmcache_persist.server.recover import recover as carry_out
 
-    done = carry_out(
-        Path(os.path.abspath(os.path.expanduser(data_dir))),
-        confirmation("recover", yes=yes),
-        say=lambda text: say(plain(text)),
-    )
+    with without_server("recover"):
+        done = carry_out(
+            absolute(data_dir),
+            confirmation("recover", yes=yes),
+            say=lambda text: say(plain(text)),
+        )
     if json_output:
         write_json({"done": done})
     else:

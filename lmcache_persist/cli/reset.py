@@ -10,6 +10,7 @@ import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.shm import DEFAULT_POOL_DIR
 
@@ -33,11 +34,12 @@ def reset(
     from lmcache_persist.server.reset import reset as carry_out
 
     say("reset needs no more room on the disk")
-    removed = carry_out(
-        Path(os.path.abspath(os.path.expanduser(data_dir))),
-        confirmation("reset", yes=yes),
-        pool_dir=Path(os.path.abspath(pool_dir)),
-    )
+    with without_server("reset"):
+        removed = carry_out(
+            absolute(data_dir),
+            confirmation("reset", yes=yes),
+            pool_dir=Path(os.path.abspath(pool_dir)),
+        )
     if json_output:
         write_json({"removed": removed})
     else:

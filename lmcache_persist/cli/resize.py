@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.live import by_server
+from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
-from lmcache_persist.errors import DataDirLocked
 from lmcache_persist.units import approximate_size, format_size, parse_size
 
 
@@ -32,24 +29,15 @@ def resize(
     """
     from lmcache_persist.server.resize import resize as carry_out
 
-    with CopyTicker("copied") as ticker:
-        try:
-            done = carry_out(
-                Path(os.path.abspath(os.path.expanduser(data_dir))),
-                parse_size(capacity),
-                confirmation("resize", yes=yes),
-                say=lambda text: say(plain(text)),
-                on_chunk=ticker.on_chunk,
-            )
-        except DataDirLocked as error:
-            if not by_server(error):
-                raise
-            raise DataDirLocked(
-                error.message,
-                hint="a store is resized while no server runs: stop that one, and start it"
-                " afterwards with the new --capacity",
-                **error.fields,
-            ) from error
+    afterwards = ", and start it afterwards with the new --capacity"
+    with without_server("resize", afterwards), CopyTicker("copied") as ticker:
+        done = carry_out(
+            absolute(data_dir),
+            parse_size(capacity),
+            confirmation("resize", yes=yes),
+            say=lambda text: say(plain(text)),
+            on_chunk=ticker.on_chunk,
+        )
     say(f"start the server with --capacity {format_size(done.after)} from now on")
     if json_output:
         write_json(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.units import format_size, parse_size
@@ -34,10 +33,10 @@ def restore(
     """
     from lmcache_persist.server.restore import restore as carry_out
 
-    target = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    with CopyTicker("restored") as ticker:
+    target = absolute(data_dir)
+    with without_server("restore"), CopyTicker("restored") as ticker:
         done = carry_out(
-            Path(os.path.abspath(os.path.expanduser(source))),
+            absolute(source),
             target,
             capacity_bytes=None if capacity is None else parse_size(capacity),
             new_id=new_id,

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
-from lmcache_persist.cli.live import reachable_endpoint
+from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.output import ending, error_document, write, write_line
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.cli.rates import compare
-from lmcache_persist.datadir import read_holder
-from lmcache_persist.errors import (
-    ConfigError,
-    DataDirUnusable,
-    ServerUnreachable,
-    Stale,
-    TransportError,
-)
+from lmcache_persist.errors import ConfigError, Stale, TransportError
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
@@ -69,36 +60,18 @@ def top(
 
     Example: lmcache-persist top --server ipc:///var/lib/kv/server.sock --once --json
     """
-    interval_s = seconds(interval)
+    interval_s = seconds(interval, "--interval")
     if interval_s < MIN_INTERVAL_S:
         raise ConfigError(f"--interval is {interval_s:g} s, expected at least {MIN_INTERVAL_S:g}")
     rounds = 1 if once else positive("count", count) if count is not None else None
-    url, answered = _endpoint(data_dir, server), True
-    with connected(url, seconds(timeout), "top") as client, _output(json_output) as show:
+    timeout_s, answered = seconds(timeout), True
+    url, root = endpoint_of(data_dir, server)
+    with connected(url, timeout_s, "top", root=root) as client, _output(json_output) as show:
         looks = _looks(client, interval_s)
         for document in itertools.islice(looks, rounds):
             answered = document["connected"]
             show(document)
     return ExitCode.OK if answered else ExitCode.NO_SERVER
-
-
-def _endpoint(data_dir: str | None, server: str | None) -> str:
-    if (data_dir is None) == (server is None):
-        raise ConfigError(
-            f"{'neither' if server is None else 'both'} of DIR and --server are given, expected one"
-        )
-    if server is not None:
-        return server
-    root = Path(os.path.abspath(os.path.expanduser(data_dir or "")))
-    holder = read_holder(root)
-    if holder is None:
-        if not root.is_dir():
-            raise DataDirUnusable(f"{root} is no folder", hint="give a server's data dir")
-        raise ServerUnreachable(
-            f"no server has said where it listens for {root}",
-            hint=f"start one with: lmcache-persist serve --data-dir {root}",
-        )
-    return reachable_endpoint(root, holder)
 
 
 def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:

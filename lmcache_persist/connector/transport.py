@@ -299,7 +299,7 @@ class Transport:
     def _check_connected(self, wire: Wire, timeout_s: float) -> None:
         if wire is self._wire and not wire.connected:
             self._lose(
-                ServerUnreachable(f"server {self._endpoint} does not answer within {timeout_s:g} s")
+                RequestTimeout(f"server {self._endpoint} does not answer within {timeout_s:g} s")
             )
 
     def _lose(self, error: PersistError, *, listen: bool = False) -> None:

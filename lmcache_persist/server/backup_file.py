@@ -17,6 +17,8 @@ from lmcache_persist.posix import sync_folder
 from lmcache_persist.store.data_file import DATA_NAME
 
 NAME = "backup.json"
+A_BACKUP = "give a folder that lmcache-persist backup made"
+"""A hint."""
 FORMAT = 1
 _MOST_BYTES = 1 << 20
 
@@ -151,5 +153,5 @@ def _check_files(folder: Path, descriptor: Descriptor) -> None:
 def _unusable(folder: Path, why: str) -> DataDirUnusable:
     return DataDirUnusable(
         f"{folder} is no backup that can be restored: {why}",
-        hint="give a folder that lmcache-persist backup made, as it made it",
+        hint=f"{A_BACKUP}, as it made it",
     )

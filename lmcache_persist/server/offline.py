@@ -45,13 +45,23 @@ Confirm = Callable[[Sequence[str]], None]
 """Shown what a verb is about to throw away; raises to leave everything as it is."""
 
 
-def existing_data_dir(data_dir: Path) -> DataDir:
+_A_DATA_DIR = "give a server's data dir (its --data-dir)"
+
+
+def existing_data_dir(
+    data_dir: Path, *, what: str = "data dir", hint: str = _A_DATA_DIR
+) -> DataDir:
     """The paths of a folder that is there.
+
+    Args:
+        data_dir: the folder.
+        what: it is meant to be, for the error.
+        hint: if it is not.
 
     Raises:
         DataDirUnusable: it is absent, no folder, or cannot be looked into.
     """
-    _names(data_dir)
+    _names(data_dir, what, hint)
     return DataDir(data_dir)
 
 
@@ -63,29 +73,25 @@ def used_data_dir(data_dir: Path) -> DataDir:
     Raises:
         DataDirUnusable: as it does, or nothing in there is a server's.
     """
-    names, paths = _names(data_dir), DataDir(data_dir)
+    names, paths = _names(data_dir, "data dir", _A_DATA_DIR), DataDir(data_dir)
     ours = (paths.manifest, paths.store, paths.lock, paths.resetting)
     if not any(name.startswith(path.name) for name in names for path in ours):
         raise DataDirUnusable(
             f"data dir {data_dir} has neither manifest nor store, expected a server's data dir",
-            hint="give the --data-dir of a server",
+            hint=_A_DATA_DIR,
         )
     return paths
 
 
-def _names(data_dir: Path) -> list[str]:
+def _names(folder: Path, what: str, hint: str) -> list[str]:
     try:
-        mode = os.stat(data_dir).st_mode
-        if not stat.S_ISDIR(mode):
-            raise DataDirUnusable(
-                f"data dir {data_dir} is a file, expected a folder",
-                hint="give the --data-dir of a server",
-            )
-        return os.listdir(data_dir)
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise DataDirUnusable(f"{what} {folder} is a file, expected a folder", hint=hint)
+        return os.listdir(folder)
     except OSError as error:
         raise DataDirUnusable(
-            f"data dir {data_dir} cannot be read: {error.strerror}",
-            hint="give the --data-dir of a server, as a user that may read it",
+            f"{what} {folder} cannot be read: {error.strerror}",
+            hint=f"{hint}, as a user that may read it",
         ) from error
 
 
@@ -122,7 +128,7 @@ def read_manifest(paths: DataDir) -> ManifestSnapshot:
         )
     raise DataDirUnusable(
         f"data dir {paths.root} has neither manifest nor store, expected a server's data dir",
-        hint="give the --data-dir of a server",
+        hint=_A_DATA_DIR,
     )
 
 

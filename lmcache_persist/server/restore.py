@@ -83,7 +83,7 @@ def restore(
         DataDirLocked: a server holds either folder.
         PersistError: a disk failed; the data dir is empty, or marked as being reset.
     """
-    source = existing_data_dir(backup)
+    source = existing_data_dir(backup, what="backup", hint=backup_file.A_BACKUP)
     with ReaderLock.acquire(backup):
         descriptor = backup_file.read(backup)
         found = recovery.look(source, deep=True)

@@ -19,6 +19,7 @@ import pytest
 from lmcache_persist.cli import bench_worker
 from lmcache_persist.cli.app import main
 from lmcache_persist.cli.bench import percentiles
+from lmcache_persist.errors import ServerUnreachable
 from support.emulated import EmulatedEngine
 from support.in_process import LocalServer, local_server
 from support.server import ServerProcess, inspect, run_cli
@@ -96,7 +97,7 @@ def test_bench_binds_nothing_unless_told(local: LocalServer, run: Run) -> None:
     """Unbound: refused without --groups and --bind; bound to another size: refused, no trace."""
     for flags in ((), ("--groups", "48")):
         code, _, talk = run("bench", "--server", local.url, *flags)
-        assert (code, "--bind" in talk) == (3, True)
+        assert (code, "--bind" in talk, "lmcache-persist negotiate" in talk) == (3, True, True)
         assert local.state.binding is None
     flags = ("--groups", "48,0,16", "--bind", "--chunks", "4", "--object-size", "5000", "--evict")
     code, out, talk = run("bench", "--server", local.url, *flags)
@@ -122,6 +123,22 @@ def test_bench_refuses_what_would_not_fit(local: LocalServer, run: Run) -> None:
     ):
         found, _, talk = run("bench", "--server", local.url, *bound, *flags)
         assert (found, said in talk) == (code, True), talk
+
+
+def test_a_bench_that_is_ended_says_how_far_it_came(
+    local: LocalServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes away in the middle: what was stored, and a hint."""
+
+    def gone(_: bench_worker.BenchWorker) -> None:
+        raise ServerUnreachable("connection was given up")
+
+    monkeypatch.setattr(bench_worker.BenchWorker, "load", gone)
+    flags = ["--groups", "64", "--bind", "--chunks", "8", "--object-size", "4KiB"]
+    code, _, talk = run("bench", "--server", local.url, *flags, "--evict")
+    assert code == 4
+    assert "stored 32.00 KiB of 32.00 KiB, loaded and compared 0 B before this:" in talk
+    assert "hint: it ended or was killed" in talk
 
 
 def test_wrong_bytes_fail_the_bench(

@@ -8,9 +8,32 @@ _SERVER = "lmcache_persist/server/"
 _HTTP = "tests/integration/test_http.py::"
 _METRICS = "tests/unit/connector_vllm/test_metrics.py::"
 _REFUSALS = "tests/integration/test_refusals.py::"
+_CONNECTION = "tests/unit/cli/test_connection.py::"
+_UNREACHABLE = "tests/unit/connector/test_unreachable.py::"
 _WATCH = "tests/integration/test_cli_watch.py::"
 
 MUTATIONS = (
+    Mutation(
+        "a-second-server-beside-a-hung-one",
+        "lmcache_persist/cli/connection.py",
+        "    holder = _holder(root) if root is not None and reason in _UNHEARD else None\n",
+        "    holder = None\n",
+        (_CONNECTION + "test_a_hung_server_is_named_with_its_process",),
+    ),
+    Mutation(
+        "a-dead-holder-is-named",
+        "lmcache_persist/cli/connection.py",
+        "        with ReaderLock.acquire(root):\n            return None\n",
+        "        with ReaderLock.acquire(root):\n            return read_holder(root)\n",
+        (_CONNECTION + "test_a_lock_that_nobody_holds_names_nobody",),
+    ),
+    Mutation(
+        "missing-rights-taken-for-no-server",
+        "lmcache_persist/connector/unreachable.py",
+        '    if reason == "denied":',
+        "    if False:",
+        (_UNREACHABLE + "test_missing_rights_are_named_with_owner_and_mode",),
+    ),
     Mutation(
         "hits-of-repeated-lookups-count",
         _SERVER + "tally.py",

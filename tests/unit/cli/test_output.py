@@ -244,7 +244,7 @@ def test_a_terminal_without_unicode_gets_escapes() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["no-such-verb"], ["inspect"], ["negotiate", "--groups", "16"], ["plan", "--json", "--base"]],
+    [["no-such-verb"], ["inspect"], ["negotiate", "DIR"], ["plan", "--json", "--base"]],
 )
 def test_usage_errors_exit_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A verb that is called wrongly says how it is called."""

@@ -84,7 +84,8 @@ def test_wrong_frames(serve: Serve, connect: Connect) -> None:
     server.on(protocol.Commit, lambda _: [b"short", b"x"])
     with pytest.raises(ServerUnreachable):
         client.commit([1]).result(20)
-    wait_until(lambda: client.connected, "connected again")
+    # The future may fail before the client has noticed that it is down.
+    wait_until(lambda: client.connections == 2 and client.connected, "connected again")
     server.on(protocol.Commit, lambda _: [server.last[1], b"x", b"y"])
     with pytest.raises(MalformedMessage, match="3 frames"):
         client.commit([1]).result(20)
