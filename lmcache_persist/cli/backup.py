@@ -55,15 +55,18 @@ def backup(
 
     Example: lmcache-persist backup /var/lib/kv /backup/kv-monday
     """
-    from lmcache_persist.server.backup import back_up
+    from lmcache_persist.server.backup import back_up, check_apart
 
     root = absolute(data_dir)
     target = Path(os.path.abspath(os.path.expanduser(dest)))
+    check_apart(root, target)
     with _source(root, seconds(timeout)) as source:
         with CopyTicker("copied", source.held.bytes) as ticker:
             made = back_up(
                 source, target, say=lambda text: say(plain(text)), on_chunk=ticker.on_chunk
             )
+        left_out_objects = max(0, source.held.objects - made.objects)
+        live = isinstance(source, _LiveSource)
     violations = _verify(target) if verify else []
     for line in violations:
         say(f"bad: {plain(line)}")
@@ -72,6 +75,7 @@ def backup(
             {
                 "backup": str(target),
                 **asdict(made),
+                "left_out_objects": left_out_objects,
                 "verified": not violations if verify else None,
             }
         )
@@ -81,10 +85,18 @@ def backup(
             f"backup {plain(target)}: {made.objects} objects, {size}, chunk size {made.chunk_size}"
         )
         if made.left_out_chunks:
-            write(f"left out: {made.left_out_chunks} chunks, evicted or bad")
+            write(_left_out(root, made.left_out_chunks, left_out_objects, live=live))
         if verify and not violations:
             write("all good")
     return ExitCode.BAD_DATA if violations else ExitCode.OK
+
+
+def _left_out(root: Path, chunks: int, objects: int, *, live: bool) -> str:
+    what = "evicted meanwhile, or bad" if live else "that are bad"
+    return (
+        f"left out: {objects} objects ({chunks} chunks) {what}; run: lmcache-persist verify"
+        f" {plain(root)}"
+    )
 
 
 def _verify(target: Path) -> list[str]:

@@ -125,6 +125,19 @@ def back_up(
     return descriptor
 
 
+def check_apart(data_dir: Path, dest: Path) -> None:
+    """Refuse to make a backup within the data dir that it is of.
+
+    Raises:
+        DataDirUnusable: as said.
+    """
+    if dest.parent.resolve().is_relative_to(data_dir.resolve()):
+        raise DataDirUnusable(
+            f"{dest} lies in the data dir {data_dir} itself, expected another place",
+            hint="choose a folder outside of it, best on another disk",
+        )
+
+
 def _check_understood(binding: Binding) -> None:
     if binding.store_format_version != FORMAT_VERSION:
         raise FormatTooNew(
@@ -166,6 +179,8 @@ def _copy(
     left_out, copied = _copy_store(source, paths, capacity_bytes, on_chunk)
     manifest = _copy_manifest(source, paths)
     total, binding = copied.total, source.binding
+    # What its totals count and a walk no longer finds is bad, or was evicted before its turn.
+    left_out = max(left_out, source.held.chunks - total.chunks)
     return Descriptor(
         made_at=utc_now(),
         version=__version__,

@@ -37,7 +37,7 @@ class Descriptor:
         chunks: in the backup.
         objects: likewise.
         bytes: of all objects.
-        left_out_chunks: that were evicted, or proved bad, while it was made.
+        left_out_chunks: of the store, that are bad, or were evicted before their turn.
         manifest_digest: BLAKE3 of ``manifest.sqlite``.
         data_file_bytes: length of the store's data file.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from lmcache_persist.server.backup import FilesSource, back_up
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.restore import restore
 from lmcache_persist.store import data_file
+from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.emulated import EmulatedEngine
 from support.files import snapshot
@@ -387,6 +389,36 @@ def test_an_interrupted_copy_leaves_nothing(root: Path, backup: Path) -> None:
         restore(backup, root / "r", on_chunk=interrupt)
     assert [path.name for path in (root / "r").iterdir()] == ["server.lock"]
     assert restore(backup, root / "r").objects == 5
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_what_is_bad_is_left_out_and_counted(root: Path, live: bool) -> None:
+    """From files and from a server: a backup says what it lacks, in text, JSON and descriptor."""
+    make(root / "d", chunks=(5,))
+    for number in (1, 3):
+        alter_chunk(root / "d", key_of(number))
+    with contextlib.ExitStack() as stack:
+        if live:
+            stack.enter_context(ServerProcess(root / "d", capacity="64MiB"))
+        code, out, _ = cli_here("backup", str(root / "d"), str(root / "b"))
+        assert code == 0
+        assert "left out: 2 objects (2 chunks)" in out
+        assert f"lmcache-persist verify {root / 'd'}" in out
+    assert backup_file.read(root / "b").left_out_chunks == 2
+    if not live:
+        document = json_here("backup", str(root / "d"), str(root / "c"))
+        assert (document["left_out_chunks"], document["left_out_objects"]) == (2, 2)
+
+
+def test_a_data_dir_is_not_backed_up_into_itself(root: Path) -> None:
+    """Nor by way of a link; nothing is made."""
+    make(root / "d", chunks=(1,))
+    (root / "link").symlink_to(root / "d")
+    before = snapshot(root / "d")
+    for dest in (root / "d" / "b", root / "link" / "b"):
+        code, _, err = cli_here("backup", str(root / "d"), str(dest))
+        assert (code, "in the data dir" in err) == (5, True)
+    assert snapshot(root / "d") == before
 
 
 def test_two_backups_to_one_name(root: Path, backup: Path) -> None:
