@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them. Pure.
+"""Sizes, durations and numbers of things as people write them. Pure.
 
 Sizes: a number of bytes, or a number with ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of
 1024) or ``kB``, ``MB``, ``GB``, ``TB`` (powers of 1000). ``8G`` is refused, because it
@@ -75,6 +75,11 @@ def approximate_size(num_bytes: int) -> str:
         if num_bytes >= _SIZE_UNITS[unit]:
             return f"{num_bytes / _SIZE_UNITS[unit]:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: ``1 object``, ``2 objects``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def parse_duration_s(text: str) -> float:

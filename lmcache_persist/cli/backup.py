@@ -23,7 +23,7 @@ from lmcache_persist.errors import (
     TransportError,
     Unbound,
 )
-from lmcache_persist.units import approximate_size
+from lmcache_persist.units import approximate_size, counted
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
@@ -82,7 +82,8 @@ def backup(
     else:
         size = approximate_size(made.bytes)
         write(
-            f"backup {plain(target)}: {made.objects} objects, {size}, chunk size {made.chunk_size}"
+            f"backup {plain(target)}: {counted(made.objects, 'object')}, {size}, chunk size"
+            f" {made.chunk_size}"
         )
         if made.left_out_chunks:
             write(_left_out(root, made.left_out_chunks, left_out_objects, live=live))
@@ -92,10 +93,10 @@ def backup(
 
 
 def _left_out(root: Path, chunks: int, objects: int, *, live: bool) -> str:
-    what = "evicted meanwhile, or bad" if live else "that are bad"
+    what = "evicted meanwhile, or bad" if live else "bad"
     return (
-        f"left out: {objects} objects ({chunks} chunks) {what}; run: lmcache-persist verify"
-        f" {plain(root)}"
+        f"left out: {counted(objects, 'object')} ({counted(chunks, 'chunk')}) {what};"
+        f" run: lmcache-persist verify {plain(root)}"
     )
 
 

@@ -16,6 +16,7 @@ from lmcache_persist.cli.live import absolute, by_server, holding_server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.progress import ProgressLine
 from lmcache_persist.errors import DataDirLocked, MalformedMessage
+from lmcache_persist.units import counted
 
 if TYPE_CHECKING:
     from lmcache_persist.store.check import Progress
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_KEPT = 100_000
 """Violations of a JSON document; the others are counted. Text is not kept at all."""
 _MENDING_POLL_S = 0.25
+_MANIFEST = "manifest"  # the whole of it, as the check of files names it
 
 Found = dict[str, Any]
 """``where`` and ``what``; with ``--repair`` also ``repaired``: what was done, or None."""
@@ -42,9 +44,9 @@ def verify(
 ) -> int:
     """Check every digest, record, key, total and cross-reference.
 
-    A live server checks itself, and drops what it finds bad; else the files are read, and a
-    server that starts meanwhile waits. Exit code 1 if anything is bad, with --repair only if
-    something is left as it is.
+    A live server checks itself; else the files are read, and a server that starts meanwhile
+    waits. Without --repair nothing is changed. Exit code 1 if anything is bad, with --repair
+    only if something is left as it is.
 
     Example: lmcache-persist verify /var/lib/kv
 
@@ -67,6 +69,8 @@ def verify(
         write_json(_document(check, kept, repair=repair))
     else:
         write(_verdict(check, repair=repair))
+    if check.found and not repair:
+        say(f"hint: {check.way_out()}")
     return ExitCode.BAD_DATA if bad else ExitCode.OK
 
 
@@ -78,10 +82,10 @@ def _text(found: Found) -> str:
 
 
 def _verdict(check: _Check, *, repair: bool) -> str:
-    said = f"{check.found} violations" if check.found else "all good"
+    said = counted(check.found, "violation") if check.found else "all good"
     if repair and check.found:
         said += f", {check.found - check.left} repaired, {check.left} left"
-    return f"{said}, {check.objects} objects checked"
+    return f"{said}, {counted(check.objects, 'object')} checked"
 
 
 def _document(check: _Check, kept: list[Found], *, repair: bool) -> dict[str, Any]:
@@ -114,6 +118,7 @@ class _Check:
         self._timeout_s = timeout_s
         self._repair = repair
         self.found = self.left = self.objects = 0
+        self._manifest_lost = False
         self.notes: list[str] = []
         self.line = ProgressLine("repair" if repair else "verify")
 
@@ -122,7 +127,18 @@ class _Check:
         for found in self._findings():
             self.found += 1
             self.left += found.get("repaired") is None
+            self._manifest_lost |= found["where"] == _MANIFEST
             yield found
+
+    def way_out(self) -> str:
+        """What helps against what was found."""
+        root = plain(self._root)
+        if self._manifest_lost:
+            return f"put the manifest back, or rebuild it with: lmcache-persist recover {root}"
+        return (
+            "nothing was changed, and no bad byte is ever served; to drop what is bad and put the"
+            f" rest right: lmcache-persist verify {root} --repair"
+        )
 
     def _findings(self) -> Iterator[Found]:
         try:

@@ -1,15 +1,17 @@
 """``verify`` on a live server: every digest, a bounded while per message.
 
 The caller walks on with the cursor of each answer, so that neither a message nor a thread
-of the server is busy with it for long, and a check of a large store can be stopped. What
-is proven bad is dropped, as after any read. A repair begins with one step on the writer
-thread, which writes nothing else meanwhile; the caller asks again until that is done. Then
-it checks like any other, and an answer waits until what it names is dropped.
+of the server is busy with it for long, and a check of a large store can be stopped. It
+changes nothing: what is proven bad stays until somebody wants to load it, and is dropped
+then, as after any read. A repair drops it, and begins with one step on the
+writer thread, which writes nothing else meanwhile; the caller asks again until that is
+done. Then it checks like any other, and an answer waits until what it names is dropped.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +25,9 @@ from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.base import CHUNK_KEY_BYTES, ChunkKey, DiskTier, Usage
 from lmcache_persist.store.check_part import CHUNKS, check_cursor
 from lmcache_persist.store.findings import CheckPart, Mended
+from lmcache_persist.store.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 BUDGET_S = 0.3
 """Seconds of checking per message."""
@@ -46,10 +51,11 @@ class LiveCheck:
         self._state = state
         self._queue: deque[tuple[bytes, bool, Answer]] = deque()
         self._busy = False
+        self._log = Throttle(logger)
         self._mending: Future[list[Mended]] | None = None
 
     def verify(self, message: protocol.AdminVerify, answer: Answer) -> None:
-        """Check from the cursor on; a corrupt chunk is named, dropped and counted.
+        """Check from the cursor on; a repair also drops and counts a chunk that is bad.
 
         One check at a time, so that lookups always find a reader.
 
@@ -80,15 +86,20 @@ class LiveCheck:
                 answer, done, lambda found: self._tell(found[0], found[1], answer, repair=repair)
             )
 
-        state.run(state.readers, lambda: check_some(state.disk, cursor), then)
+        state.run(state.readers, lambda: check_some(state.disk, cursor, repair=repair), then)
 
     def _tell(self, part: CheckPart, usage: Usage, answer: Answer, *, repair: bool) -> None:
         state = self._state
-        state.counters.corrupt_chunks += len(part.bad)
+        if part.bad:
+            then_what = "they are dropped" if repair else "a load or verify --repair drops them"
+            self._log.warning(
+                f"verify found {len(part.bad)} bad chunks, the first {part.bad[0].hex()}:"
+                f" {then_what}"
+            )
         if not repair or not part.bad:
-            state.writer.drop(part.bad)
             answer(_json(part_document(part, usage, repair=repair)))
             return
+        state.counters.corrupt_chunks += len(part.bad)
 
         def then(done: Future[list[ChunkKey]]) -> None:
             _answer(answer, done, lambda _: answer(_json(part_document(part, usage, repair=True))))
@@ -130,9 +141,9 @@ _NOTHING: dict[str, Any] = {
 }
 
 
-def check_some(disk: DiskTier, cursor: bytes) -> tuple[CheckPart, Usage]:
+def check_some(disk: DiskTier, cursor: bytes, *, repair: bool) -> tuple[CheckPart, Usage]:
     """A part of a check, and what there is to check in all."""
-    return disk.check_part(cursor, BUDGET_S), disk.usage()
+    return disk.check_part(cursor, BUDGET_S, note=repair), disk.usage()
 
 
 def part_document(part: CheckPart, usage: Usage, *, repair: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lmcache_persist.store.base import Usage
-from lmcache_persist.units import approximate_size
+from lmcache_persist.units import approximate_size, counted
 
 MAX_MODELS = 20
 """Models that are named, the largest first."""
@@ -13,7 +13,7 @@ MAX_MODELS = 20
 
 def amount(objects: int, nbytes: int) -> str:
     """Objects and their size."""
-    return f"{objects} objects ({approximate_size(nbytes)})"
+    return f"{counted(objects, 'object')} ({approximate_size(nbytes)})"
 
 
 def rows_of(usage: Usage) -> list[tuple[str, int, int]]:

@@ -308,12 +308,14 @@ class DiskTier(ABC):
         """
 
     @abstractmethod
-    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+    def check_part(self, cursor: bytes, budget_s: float, *, note: bool = False) -> CheckPart:
         """Check a part of the tier, every digest of it; changes nothing by itself.
 
         Args:
             cursor: of the part before, empty for the first.
             budget_s: seconds, roughly.
+            note: take what is proven bad as after a read: counted, found no more, and
+                dropped by the writer later.
 
         Threads: any.
 

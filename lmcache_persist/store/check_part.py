@@ -37,7 +37,9 @@ class _Reader(Protocol):
 
     def transaction(self) -> Any: ...
 
-    def read_into(self, record: ChunkRecord, place: Any, buffer: memoryview) -> bool: ...
+    def read_into(
+        self, record: ChunkRecord, place: Any, buffer: memoryview, *, note: bool
+    ) -> bool: ...
 
 
 def check_cursor(cursor: bytes) -> None:
@@ -60,12 +62,16 @@ class PartCheck:
         reader: of the store.
         dbs: the handles.
         budget_s: seconds after which the part ends.
+        note: let the reader know of what proves bad, as any other read does.
 
     Threads: any, one each.
     """
 
-    def __init__(self, reader: _Reader, dbs: Databases, budget_s: float) -> None:
+    def __init__(
+        self, reader: _Reader, dbs: Databases, budget_s: float, *, note: bool = False
+    ) -> None:
         self._reader = reader
+        self._note = note
         self._dbs = dbs
         self._until = time.monotonic() + budget_s
         self._violations: list[Violation] = []
@@ -137,7 +143,7 @@ class PartCheck:
         for place, stored in record.objects.items():
             buffer = memoryview(bytearray(stored.nbytes))
             try:
-                if not self._reader.read_into(record, place, buffer):
+                if not self._reader.read_into(record, place, buffer, note=self._note):
                     return  # evicted meanwhile
             except ObjectCorrupt as error:
                 self._violations.append(Violation(chunk_name(record.key), str(error)))

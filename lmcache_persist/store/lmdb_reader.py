@@ -168,10 +168,10 @@ class StoreReader:
             more = more and bytes(cursor.key()).startswith(fingerprint)
         return Page(records, ChunkKey(last) if more else None)
 
-    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
-        """See :meth:`DiskTier.check_part`; what is proven bad is dropped like after a read."""
-        part = PartCheck(self, self._dbs, budget_s).run(cursor)
-        for key in part.bad:
+    def check_part(self, cursor: bytes, budget_s: float, *, note: bool = False) -> CheckPart:
+        """See :meth:`DiskTier.check_part`."""
+        part = PartCheck(self, self._dbs, budget_s, note=note).run(cursor)
+        for key in part.bad if note else ():
             with self._state:
                 known = key in self._bad or key in self._taken
             if not known:
@@ -199,8 +199,10 @@ class StoreReader:
             self.corrupt_found += 1
             self._bad[key] = serial
 
-    def read_into(self, record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
-        """See :meth:`DiskTier.read_into`."""
+    def read_into(
+        self, record: ChunkRecord, place: Place, buffer: memoryview, *, note: bool = True
+    ) -> bool:
+        """See :meth:`DiskTier.read_into`; unless ``note``, what proves bad stays as it is."""
         stored = record.objects[place]
         if buffer.nbytes != stored.nbytes or buffer.readonly or not buffer.c_contiguous:
             raise ValueError(
@@ -211,16 +213,25 @@ class StoreReader:
         parts = [view[at : at + EXTENT_BYTES] for at in range(0, len(view), EXTENT_BYTES)]
         with self.transaction() as txn:
             failpoints.hit("load.before_read")
-            return all(
-                self._read_extent(txn, record, place, index, part, stored.digests[index])
-                for index, part in enumerate(parts)
-            )
+            try:
+                return all(
+                    self._read_extent(txn, record, place, index, part, stored.digests[index])
+                    for index, part in enumerate(parts)
+                )
+            except ObjectCorrupt:
+                if note:
+                    self._found_bad(record.key, record.serial)
+                raise
 
     def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
         """See :meth:`DiskTier.read_part`."""
         with self.transaction() as txn:
             digest = record.objects[place].digests[index]
-            return self._read_extent(txn, record, place, index, buffer, digest)
+            try:
+                return self._read_extent(txn, record, place, index, buffer, digest)
+            except ObjectCorrupt:
+                self._found_bad(record.key, record.serial)
+                raise
 
     def _read_extent(
         self,
@@ -235,15 +246,13 @@ class StoreReader:
         if value is None:
             if not self._holds(txn, record):
                 return False
-            raise self._corrupt(record, place, f"extent {index} is absent")
+            raise _corrupt(record, place, f"extent {index} is absent")
         if len(value) != len(part):
-            raise self._corrupt(
-                record, place, f"extent {index} has {len(value)} bytes, not {len(part)}"
-            )
+            raise _corrupt(record, place, f"extent {index} has {len(value)} bytes, not {len(part)}")
         self._extents.read(value, part)
         # At once, while the extent is in the processor's cache.
         if extent_digest(part) != digest:
-            raise self._corrupt(record, place, f"extent {index} has another digest")
+            raise _corrupt(record, place, f"extent {index} has another digest")
         return True
 
     def _holds(self, txn: lmdb.Transaction[memoryview], record: ChunkRecord) -> bool:
@@ -254,14 +263,6 @@ class StoreReader:
             return fmt.decode_record(bytes(value)).serial == record.serial
         except fmt.FormatError:
             return False
-
-    def _corrupt(self, record: ChunkRecord, place: Place, problem: str) -> ObjectCorrupt:
-        self._found_bad(record.key, record.serial)
-        return ObjectCorrupt(
-            f"object of rank {place.rank}, group {place.group} of chunk {record.key.hex()} is"
-            f" bad: {problem}",
-            key=record.key.hex(),
-        )
 
     def usage(self) -> Usage:
         """See :meth:`DiskTier.usage`."""
@@ -310,6 +311,14 @@ class StoreReader:
                     f"the store is still being read after {timeout_s} s and stays open"
                 )
         self._extents.close()
+
+
+def _corrupt(record: ChunkRecord, place: Place, problem: str) -> ObjectCorrupt:
+    return ObjectCorrupt(
+        f"object of rank {place.rank}, group {place.group} of chunk {record.key.hex()} is"
+        f" bad: {problem}",
+        key=record.key.hex(),
+    )
 
 
 def usage_of(

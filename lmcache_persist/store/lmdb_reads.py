@@ -40,9 +40,9 @@ class StoreReads:
         """See :meth:`DiskTier.page`."""
         return self._reader.page(after, limit, fingerprint)
 
-    def check_part(self, cursor: bytes, budget_s: float) -> CheckPart:
+    def check_part(self, cursor: bytes, budget_s: float, *, note: bool = False) -> CheckPart:
         """See :meth:`DiskTier.check_part`."""
-        return self._reader.check_part(cursor, budget_s)
+        return self._reader.check_part(cursor, budget_s, note=note)
 
     def usage(self) -> Usage:
         """See :meth:`DiskTier.usage`."""
