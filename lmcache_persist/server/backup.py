@@ -131,7 +131,7 @@ def check_apart(data_dir: Path, dest: Path) -> None:
     Raises:
         DataDirUnusable: as said.
     """
-    if dest.parent.resolve().is_relative_to(data_dir.resolve()):
+    if Path(os.path.realpath(dest.parent)).is_relative_to(os.path.realpath(data_dir)):
         raise DataDirUnusable(
             f"{dest} lies in the data dir {data_dir} itself, expected another place",
             hint="choose a folder outside of it, best on another disk",

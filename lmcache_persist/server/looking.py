@@ -75,7 +75,7 @@ def inspect_offline(data_dir: Path) -> dict[str, Any]:
     Raises:
         DataDirLocked: a server holds the data dir: ask that one.
         DataDirUnusable: it is no data dir, or cannot be read.
-        ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
+        StoreMismatch, ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
     """
     return look(data_dir).document
 
@@ -117,7 +117,7 @@ def look_at_manifest(data_dir: Path, wish: Wish | None = None) -> dict[str, Any]
 
     Raises:
         ConfigError: there is no such model.
-        DataDirUnusable, ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
+        DataDirUnusable, StoreMismatch, ManifestUnreadable, SchemaTooNew, ManifestBusy: as they say.
     """
     wish = wish or Wish()
     holder = read_holder(data_dir)

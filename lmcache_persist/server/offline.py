@@ -21,11 +21,13 @@ from lmcache_persist.errors import (
     SchemaTooNew,
     StoreDamaged,
     StoreIOError,
+    StoreMismatch,
 )
 from lmcache_persist.geometry import Group, required_alignment
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest.catalog import ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot, read_snapshot
+from lmcache_persist.server import recovery
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import Usage
 from lmcache_persist.store.check import Progress, Violation
@@ -113,18 +115,20 @@ def read_manifest(paths: DataDir) -> ManifestSnapshot:
     """The manifest, from a private copy.
 
     Raises:
-        DataDirUnusable: there is neither manifest nor store.
-        ManifestUnreadable: there is a store only, or the manifest makes no sense.
+        DataDirUnusable: there is neither a manifest nor a store in use.
+        StoreMismatch: there is a store in use only.
+        ManifestUnreadable: the manifest makes no sense.
         SchemaTooNew, ManifestBusy, StoreIOError: as they say.
     """
     try:
         return read_snapshot(paths.manifest)
     except FileNotFoundError:
         pass
+    recovery.check_together(recovery.look_at_store(paths, deep=False), paths.root)
     if has_data_file(paths.store):
-        raise ManifestUnreadable(
-            f"data dir {paths.root} has a store and no manifest, expected both",
-            hint=f"put the manifest back, or rebuild it with: lmcache-persist recover {paths.root}",
+        raise DataDirUnusable(
+            f"data dir {paths.root} has no manifest, and a store that was never used",
+            hint="nothing is lost: the next start makes what is missing",
         )
     raise DataDirUnusable(
         f"data dir {paths.root} has neither manifest nor store, expected a server's data dir",
@@ -193,7 +197,7 @@ def check(
             snapshot = read_manifest(paths)
         except (SchemaTooNew, ManifestBusy):
             raise
-        except ManifestUnreadable as error:
+        except (ManifestUnreadable, StoreMismatch) as error:
             yield Violation("manifest", error.message)
         if snapshot is not None:
             yield from check_manifest(snapshot)

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 import lmcache_persist
+from lmcache_persist.cli.output import error_document
 from lmcache_persist.datadir import DataDirLock, ReaderLock, make_data_dir
-from lmcache_persist.errors import DataDirLocked, PersistError
+from lmcache_persist.errors import DataDirLocked, PersistError, StoreMismatch
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest import Manifest
+from lmcache_persist.server.backup import FilesSource
 from lmcache_persist.server.looking import inspect_offline
 from lmcache_persist.server.offline import Progress, check
 from lmcache_persist.store.base import ChunkWrite, Place, chunk_key
@@ -263,8 +265,12 @@ def test_a_store_without_manifest_is_an_error(data_dir: Path) -> None:
     (data_dir / "manifest.sqlite").unlink()
     for name in ("manifest.sqlite-wal", "manifest.sqlite-shm"):
         (data_dir / name).unlink(missing_ok=True)
-    code, document = inspect(data_dir)
-    assert (code, document["error"]["code"]) == (5, "manifest_unreadable")
+    with pytest.raises(StoreMismatch) as caught:
+        with FilesSource.open(data_dir):
+            pass
+    for verb in (("inspect",), ("verify", "--repair"), ("prune", "--stale")):
+        code, document = in_process(verb[0], str(data_dir), *verb[1:])
+        assert (code, document["error"]) == (5, error_document(caught.value)), "one rule"
     code, document = verify(data_dir)
     assert code == 1
     assert "no manifest" in document["violations"][0]["what"]

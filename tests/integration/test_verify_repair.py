@@ -177,7 +177,7 @@ def test_a_live_server_names_and_mends_it(data_dir: Path) -> None:
         code, document = verify(data_dir)
         assert code == 1
         assert verify(data_dir) == (1, document), "a verify changes nothing"
-        assert inspect(data_dir)["store"]["corrupt_chunks"] == 0
+        assert inspect(data_dir)["server"]["disk"]["corrupt_found"] == 0
         assert server.log().count("verify found 2 bad chunks") == 1
         kinds = {one["where"].split()[0] for one in document["violations"]}
         assert {"chunk", "order", "extents", "totals"} <= kinds

@@ -87,6 +87,13 @@ MUTATIONS = (
         (_VERIFY + "test_what_no_repair_can_know_is_refused",),
     ),
     Mutation(
+        "live-verify-drops-what-it-finds",
+        _SERVER + "live_check.py",
+        "BUDGET_S, note=repair)",
+        "BUDGET_S, note=True)",
+        (_VERIFY + "test_a_live_server_names_and_mends_it",),
+    ),
+    Mutation(
         "inspect-maps-a-broken-store-itself",
         _SERVER + "looking.py",
         "in_child(_reading(paths.store, snapshot, wish))",
