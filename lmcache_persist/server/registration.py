@@ -76,6 +76,13 @@ class Engine:
     model_traffic: Traffic | None = None
 
     @property
+    def traffics(self) -> tuple[Traffic, ...]:
+        """Where all that it asks for and moves is counted: its own, and its model's."""
+        if self.model_traffic is None:
+            return (self.traffic,)
+        return self.traffic, self.model_traffic
+
+    @property
     def missing_ranks(self) -> list[int]:
         """Ranks that have not registered."""
         return [rank for rank in range(self.world_size) if rank not in self.ranks]

@@ -46,7 +46,7 @@ class Session:
         last_seen_s: monotonic.
         held_bytes: pool bytes of its leases (reservations are counted by the memory tier).
         leased: chunks that its lookups lease: by how many, and bytes of the pool.
-        traffic: of the engine that it stored for last.
+        traffics: of the engine that it stored for last, and of its model.
     """
 
     token: str
@@ -57,7 +57,7 @@ class Session:
     held_bytes: int = 0
     leased: dict[ChunkKey, tuple[int, int]] = field(default_factory=dict)
     lookups: set[int] = field(default_factory=set)
-    traffic: Traffic | None = None
+    traffics: tuple[Traffic, ...] = ()
 
     def lease(self, key: ChunkKey, nbytes: int) -> None:
         """One more lookup leases a chunk; what several share counts once."""

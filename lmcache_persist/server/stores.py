@@ -70,7 +70,7 @@ class Stores:
             RegistrationError: the engine's rank is not registered, or a mask is wrong.
         """
         engine = self._engine(session, message)
-        session.traffic = engine.traffic
+        session.traffics = engine.traffics
         hashes = protocol.split_hashes(message.hashes)
         if len(hashes) != len(message.masks):
             raise MalformedMessage(f"{len(hashes)} hashes and {len(message.masks)} masks")
@@ -152,8 +152,8 @@ class Stores:
                 self._write(ready)
         nbytes = state.memory.committed_bytes - before
         state.counters.committed_bytes += nbytes
-        if session.traffic is not None:
-            session.traffic.committed_bytes += nbytes
+        for traffic in session.traffics:
+            traffic.committed_bytes += nbytes
         return protocol.Committed(seq=seq, refused=refused)
 
     def _write(self, ready: Writeable) -> None:

@@ -6,7 +6,6 @@ import time
 
 from lmcache_persist import protocol
 from lmcache_persist.server.lookup import Lookup
-from lmcache_persist.server.metrics import Traffic
 from lmcache_persist.server.state import ServerState
 
 
@@ -32,7 +31,7 @@ class Tally:
             return
         counters.lookups += 1
         counters.lookup_tokens += lookup.num_tokens
-        for traffic in self._traffic(lookup):
+        for traffic in lookup.engine.traffics:
             traffic.lookups += 1
             traffic.lookup_tokens += lookup.num_tokens
 
@@ -45,7 +44,7 @@ class Tally:
         if not lookup.counted:
             return
         counters.hit_tokens += found.tokens
-        for traffic in self._traffic(lookup):
+        for traffic in lookup.engine.traffics:
             traffic.hit_tokens += found.tokens
         size = state.binding.chunk_size if state.binding else 1
         result = "miss"
@@ -63,11 +62,5 @@ class Tally:
         # Never more than was promised, whatever a client says.
         counters.loaded_tokens += min(tokens, result.tokens)
         counters.loaded_bytes += nbytes
-        for traffic in self._traffic(lookup):
+        for traffic in lookup.engine.traffics:
             traffic.loaded_bytes += nbytes
-
-    def _traffic(self, lookup: Lookup) -> tuple[Traffic, ...]:
-        engine = lookup.engine
-        if engine.model_traffic is None:
-            return (engine.traffic,)
-        return engine.traffic, engine.model_traffic

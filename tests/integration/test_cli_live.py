@@ -48,7 +48,10 @@ def test_a_live_server_and_its_files_tell_the_same(server: ServerProcess) -> Non
     """One rule makes the document, whoever is asked."""
     store_some(server)
     live = inspect(server.data_dir, "--models")
-    assert live.pop("server")["counters"]["commits"] == 4
+    seen = live.pop("server")
+    assert seen["counters"]["commits"] == 4
+    [of_model] = seen["models"].values()
+    assert of_model["committed_bytes"] == seen["counters"]["committed_bytes"] > 0
     assert live["store"]["objects"] == 4
     assert server.terminate() == 0
     offline = inspect(server.data_dir, "--models")
