@@ -94,6 +94,11 @@ def prune(
 
 
 def _age_s(text: str) -> float:
+    if text.strip().replace(".", "").isdigit():
+        raise ConfigError(
+            f"--older-than is {text!r}, expected a number with a unit",
+            hint=f"for example {text.strip()}d, {text.strip()}h or {text.strip()}s",
+        )
     age_s = parse_duration_s(text)
     if age_s > time.time():
         raise ConfigError(f"{text!r} is longer ago than 1970")

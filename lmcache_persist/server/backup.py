@@ -101,7 +101,13 @@ def back_up(
     partial = _partial_of(dest)
     held = source.held
     capacity_bytes = copying.capacity_for(held.used_bytes, held.chunks)
-    say_and_check_room(say, dest.parent, capacity_bytes)
+    say_and_check_room(
+        say,
+        dest.parent,
+        capacity_bytes,
+        what="the backup",
+        way_out="free space, or choose another place",
+    )
     paths = make_data_dir(partial)
     with DataDirLock.acquire(partial) as lock:
         try:

@@ -73,6 +73,15 @@ def refuse_to_change(folder: Path) -> None:
         )
 
 
+def expect_backup(folder: Path) -> None:
+    """Refuse what is no backup, before its lock is asked for: it may be a server's data dir.
+
+    Raises:
+        DataDirUnusable: it is none.
+    """
+    _read(folder)
+
+
 def write(folder: Path, descriptor: Descriptor) -> None:
     """Make the folder a backup.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lmcache_persist.datadir import DataDir, ReaderLock, read_holder
 from lmcache_persist.errors import PersistError, StoreDamaged, StoreIOError
 from lmcache_persist.manifest.snapshot import ManifestSnapshot
+from lmcache_persist.server import recovery
 from lmcache_persist.server.listing import objects_page
 from lmcache_persist.server.offline import (
     after_rebind,
@@ -159,11 +160,11 @@ def _look_at_store(paths: DataDir, snapshot: ManifestSnapshot, wish: Wish) -> _S
     if problem is None and in_child(_counting(paths.store))["chunks"] <= MAX_WALKED_CHUNKS:
         problem = store_files.verify_pages(paths.store)
     if problem:
-        raise StoreDamaged(f"the store in {paths.store} is damaged: {problem}")
+        raise recovery.damaged(paths, problem)
     try:
         found = in_child(_reading(paths.store, snapshot, wish))
     except StoreDamaged as error:
-        raise StoreDamaged(f"the store in {paths.store} is damaged: {error.message}") from error
+        raise recovery.damaged(paths, error.message) from error
     used = {name: FingerprintUsage(**one) for name, one in found["usage"]["by_fingerprint"].items()}
     return _StoreLook(
         StoreMeta.from_json(found["meta"]),

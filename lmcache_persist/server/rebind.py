@@ -21,7 +21,7 @@ from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount, per_model, rows_of
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
-from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
+from lmcache_persist.server.room import Say, say_and_check_manifest_room
 from lmcache_persist.server.state import utc_now
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -71,7 +71,7 @@ def rebind(
                 f"data dir {data_dir} is not bound yet, expected one that is",
                 hint=f"lmcache-persist serve --data-dir {data_dir} --chunk-size {chunk_size}",
             )
-        say_and_check_room(say, paths.root, MANIFEST_BYTES)
+        say_and_check_manifest_room(say, paths.root)
         confirm(_losses(paths, found, binding, chunk_size))
         new = _successor(binding, chunk_size)
         with contextlib.closing(Manifest.open(paths.manifest)) as manifest:

@@ -20,7 +20,7 @@ from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
-from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
+from lmcache_persist.server.room import Say, say_and_check_manifest_room
 from lmcache_persist.store.offline import OfflineStore
 
 
@@ -58,7 +58,7 @@ def recover(
         if damage is None and found.binding is not None:
             return _of_good(found, found.binding, paths)
         stamp = _stamp_of(found, paths, damage)
-        say_and_check_room(say, paths.root, MANIFEST_BYTES)
+        say_and_check_manifest_room(say, paths.root)
         done = []
         if damage is not None:
             confirm(_losses(paths, found, damage))

@@ -219,10 +219,16 @@ def refuse_if_damaged(found: Found, paths: DataDir) -> None:
         StoreDamaged: there is one, and it is damaged.
     """
     if found.store is StoreState.DAMAGED:
-        raise StoreDamaged(
-            f"the store in {paths.store} is damaged: {found.damage}",
-            hint=f"lmcache-persist serve --data-dir {paths.root} sets it aside and starts empty",
-        )
+        raise damaged(paths, found.damage)
+
+
+def damaged(paths: DataDir, why: str) -> StoreDamaged:
+    """The one refusal of a store that is there and must not be mapped."""
+    return StoreDamaged(
+        f"the store in {paths.store} is damaged: {why}",
+        hint=f"to keep it aside and have an empty one in its place: lmcache-persist verify"
+        f" {paths.root} --repair; a start does so, too",
+    )
 
 
 def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:

@@ -84,6 +84,7 @@ def restore(
         PersistError: a disk failed; the data dir is empty, or marked as being reset.
     """
     source = existing_data_dir(backup, what="backup", hint=backup_file.A_BACKUP)
+    backup_file.expect_backup(backup)
     with ReaderLock.acquire(backup):
         descriptor = backup_file.read(backup)
         found = recovery.look(source, deep=True)

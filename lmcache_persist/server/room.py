@@ -16,7 +16,15 @@ MANIFEST_BYTES = 1 << 20
 """Room for changes of a manifest."""
 
 
-def say_and_check_room(say: Say, folder: Path, needed: int, more: str = "") -> None:
+def say_and_check_room(
+    say: Say,
+    folder: Path,
+    needed: int,
+    more: str = "",
+    *,
+    what: str = data_file.STORE,
+    way_out: str = data_file.LESS_CAPACITY,
+) -> None:
     """Say what is needed and what there is; refuse if that is too little.
 
     Args:
@@ -24,6 +32,8 @@ def say_and_check_room(say: Say, folder: Path, needed: int, more: str = "") -> N
         folder: on the file system in question.
         needed: bytes of files.
         more: the end of the sentence.
+        what: the room is for, as a refusal says.
+        way_out: the hint of a refusal.
 
     Raises:
         DiskTooSmall: both numbers are named.
@@ -34,4 +44,13 @@ def say_and_check_room(say: Say, folder: Path, needed: int, more: str = "") -> N
         f"this needs {needed} more bytes ({approximate_size(needed)}) in {folder}, which has"
         f" {available} ({approximate_size(available)}) available{more}"
     )
-    data_file.check_room(folder, needed)
+    data_file.check_room(folder, needed, what=what, way_out=way_out)
+
+
+def say_and_check_manifest_room(say: Say, folder: Path) -> None:
+    """As :func:`say_and_check_room`, for a verb that changes no more than the manifest.
+
+    Raises:
+        DiskTooSmall: both numbers are named.
+    """
+    say_and_check_room(say, folder, MANIFEST_BYTES, what="the manifest", way_out="free space")

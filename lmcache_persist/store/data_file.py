@@ -28,6 +28,9 @@ UNSYNCED_NAME = "unsynced"
 """Present while commits may not have reached the disk; holds the kernel's boot id."""
 DAMAGED_SUFFIX = ".damaged"
 
+STORE = "the store"
+LESS_CAPACITY = "lower --capacity, or free space"
+
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -130,8 +133,16 @@ def length_problem(path: Path) -> str | None:
     return None
 
 
-def check_room(directory: Path, needed_bytes: int) -> None:
+def check_room(
+    directory: Path, needed_bytes: int, *, what: str = STORE, way_out: str = LESS_CAPACITY
+) -> None:
     """Refuse when the file system has less than ``needed_bytes`` free.
+
+    Args:
+        directory: on it.
+        needed_bytes: of new blocks.
+        what: the room is for.
+        way_out: the hint.
 
     Raises:
         DiskTooSmall: says both numbers.
@@ -139,15 +150,21 @@ def check_room(directory: Path, needed_bytes: int) -> None:
     stats = os.statvfs(directory)
     available = stats.f_bavail * stats.f_frsize
     if available < needed_bytes:
-        raise too_small(directory, needed_bytes, available)
+        raise too_small(directory, needed_bytes, available, what, way_out)
 
 
-def too_small(directory: Path, needed_bytes: int, available_bytes: int) -> DiskTooSmall:
+def too_small(
+    directory: Path,
+    needed_bytes: int,
+    available_bytes: int,
+    what: str = STORE,
+    way_out: str = LESS_CAPACITY,
+) -> DiskTooSmall:
     """The refusal, with both numbers."""
     return DiskTooSmall(
         f"{directory} has {available_bytes} bytes available, expected {needed_bytes} more for"
-        " the store",
-        hint="lower --capacity, or free space",
+        f" {what}",
+        hint=way_out,
         needed=needed_bytes,
         available=available_bytes,
     )

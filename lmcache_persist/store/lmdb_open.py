@@ -129,7 +129,7 @@ def prepare(directory: Path, capacity_bytes: int) -> None:
     with mapping_errors(f"the store in {directory} cannot be opened"):
         problem = data_file.length_problem(path)
         if problem:
-            raise StoreDamaged(f"the store in {directory} is damaged: {problem}")
+            raise StoreDamaged(problem)
         data_file.check_capacity(path, capacity_bytes)
         shutil.rmtree(directory / NEW_NAME, ignore_errors=True)
         (directory / LOCK_NAME).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def open_offline(directory: Path) -> Iterator[tuple[lmdb.Environment, Databases]
     path = directory / DATA_NAME
     problem = data_file.length_problem(path)
     if problem:
-        raise StoreDamaged(f"the store in {directory} is damaged: {problem}")
+        raise StoreDamaged(problem)
     with mapping_errors(f"the store in {directory} cannot be read"):
         env = lmdb.open(
             str(directory),

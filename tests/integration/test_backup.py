@@ -87,6 +87,8 @@ def test_a_live_server_is_backed_up_and_restored(server: ServerProcess, root: Pa
         document = json_here("backup", str(server.data_dir), str(dest), "--verify")
         store(engine, 4)
         assert hits(engine, 1, 4) == [4, 4]
+        with pytest.raises(DataDirUnusable, match="is no backup that can be restored"):
+            restore(server.data_dir, back)
         assert engine.client.stats(10)["counters"]["dropped_chunks"] == 0
     assert (document["objects"], document["left_out_chunks"]) == (28, 0)
     assert document["verified"] is True
@@ -360,8 +362,8 @@ def test_too_little_room_is_refused_with_both_numbers(
 ) -> None:
     """Said before anything is made, and nothing is."""
 
-    def too_small(directory: Path, needed_bytes: int) -> None:
-        raise DiskTooSmall(f"{directory} lacks {needed_bytes}")
+    def too_small(directory: Path, needed_bytes: int, *, what: str, way_out: str) -> None:
+        raise DiskTooSmall(f"{directory} lacks {needed_bytes} for {what}", hint=way_out)
 
     code, _, err = cli_here("restore", str(backup), str(root / "r"), "--capacity", "1000TiB")
     assert code == 5
@@ -372,6 +374,10 @@ def test_too_little_room_is_refused_with_both_numbers(
     code, _, err = cli_here("backup", str(root / "d"), str(root / "c"))
     assert code == 5
     assert f"this needs {16 << 20} more bytes" in err
+    assert "for the backup" in err
+    assert "--capacity" not in err
+    code, _, err = cli_here("rebind", str(root / "d"), "--chunk-size", "1088", "--yes")
+    assert (code, "for the manifest" in err, "--capacity" in err) == (5, True, False)
     assert not (root / "r").exists()
     assert not list(root.glob("c*"))
 

@@ -29,7 +29,7 @@ from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.emulated import identity
 from support.files import snapshot
 from support.manifest import binding
-from support.server import run_cli
+from support.server import cli_here, run_cli
 from support.verbs import in_process
 
 CAPACITY_BYTES = 32 << 20
@@ -298,6 +298,13 @@ def test_a_cut_store_is_unavailable_and_a_violation(data_dir: Path, size: int) -
     assert document["store"] == "unavailable"
     assert document["binding"]["chunk_size"] == 544
     assert document["models"][0]["objects"] is None
+    said = []
+    for words in (("inspect",), ("backup", str(data_dir.parent / "b"))):
+        _, _, err = cli_here(words[0], str(data_dir), *words[1:])
+        said.append(err.splitlines())
+    assert said[0] == said[1], "one text, one way out"
+    assert said[0][0].count("is damaged") == 1
+    assert f"lmcache-persist verify {data_dir} --repair" in said[0][1]
     code, document = verify(data_dir)
     assert code == 1
     assert document["violations"]

@@ -146,7 +146,7 @@ def test_files_are_pruned_as_a_server_would(server: ServerProcess) -> None:
     assert list(lmcache_persist.check(server.data_dir)) == []
     fingerprint = next(row["fingerprint"] for row in document["models"] if row["objects"])
     assert prune(server.data_dir, "--older-than", "1h")["chunks"] == 0
-    assert prune(server.data_dir, "--older-than", "0", "--fingerprint", fingerprint[:9])["chunks"]
+    assert prune(server.data_dir, "--older-than", "0s", "--fingerprint", fingerprint[:9])["chunks"]
     code, out, _ = cli_here("prune", str(server.data_dir), "--stale")
     assert (code, out) == (0, "nothing to prune\n")
 
@@ -179,7 +179,8 @@ def shared() -> Iterator[ServerProcess]:
         (("--fingerprint", "zz"), ("no model",)),
         (("--fingerprint", ""), ("expected of one",)),
         (("--older-than", "7 days"), ("no duration", "7d")),
-        (("--older-than", "999999999999"), ("longer ago",)),
+        (("--older-than", "7"), ("with a unit", "7d")),
+        (("--older-than", "999999999999s"), ("longer ago",)),
         (("--down-to", "2G"), ("no size", "2GiB")),
     ],
 )

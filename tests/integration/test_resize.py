@@ -174,7 +174,7 @@ def test_what_cannot_be_done_is_refused(root: Path, monkeypatch: pytest.MonkeyPa
     assert code == 5
     assert str(1000 * MIB * MIB - 128 * MIB) in err
 
-    def too_small(directory: Path, needed_bytes: int) -> None:
+    def too_small(directory: Path, needed_bytes: int, **_: str) -> None:
         raise DiskTooSmall(f"no {needed_bytes}")
 
     monkeypatch.setattr(data_file, "check_room", too_small)
