@@ -30,7 +30,7 @@ def write_document(document: dict[str, Any]) -> None:
         write("binding: none yet")
     else:
         write_table("binding", ("field", "value"), list(_flat(binding)))
-    _write_store(document["store"])
+    _write_store(document["store"], first_start=len(document["boots"]) < 2)
     _write_models(document)
     write_table(
         "rejections",
@@ -113,11 +113,12 @@ def _write_server(server: dict[str, Any]) -> None:
     )
 
 
-def _write_store(store: Any) -> None:
+def _write_store(store: Any, *, first_start: bool) -> None:
     if not isinstance(store, dict):
         write(f"store: {plain(store)}")
         return
-    clean = {True: "yes", False: "no", None: "not known"}[store["clean_shutdown"]]
+    nobody = "no earlier server" if first_start else "not known"
+    clean = {True: "yes", False: "no", None: nobody}[store["clean_shutdown"]]
     corrupt = store["corrupt_chunks"]
     rows: list[tuple[str, object]] = [
         ("objects", store["objects"]),

@@ -71,8 +71,6 @@ def prune(
     down_to_bytes = None if down_to is None else parse_size(down_to)
     models, live = _models(root, timeout_s)
     selection = _selection(models, model, fingerprint, stale, stored_before, down_to_bytes)
-    if not dry_run:
-        say("prune needs no more room on the disk: it works within what the store keeps back")
     steps = (
         _live(root, timeout_s, selection, dry_run) if live else _offline(root, selection, dry_run)
     )
@@ -138,7 +136,14 @@ def _selection(
 def _offline(root: Path, selection: Selection, dry_run: bool) -> Generator[Picked, None, None]:
     from lmcache_persist.server import prune as on_files
 
-    yield from (on_files.preview if dry_run else on_files.prune)(root, selection)
+    if dry_run:
+        yield from on_files.preview(root, selection)
+    else:
+        yield from on_files.prune(root, selection, on_begin=_say_room)
+
+
+def _say_room() -> None:
+    say("prune needs no more room on the disk: it works within what the store keeps back")
 
 
 def _live(
@@ -148,6 +153,8 @@ def _live(
 
     names = selection.fingerprints
     with holding_server(root, timeout_s, "prune") as client:
+        if not dry_run:
+            _say_room()
         cursor, counted_bytes = b"", 0
         while True:
             reply = ask_json(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -33,11 +34,16 @@ def reset(
     """
     from lmcache_persist.server.reset import reset as carry_out
 
-    say("reset needs no more room on the disk")
+    ask = confirmation("reset", yes=yes)
+
+    def confirm(losses: Sequence[str]) -> None:
+        say("reset needs no more room on the disk")
+        ask(losses)
+
     with without_server("reset"):
         removed = carry_out(
             absolute(data_dir),
-            confirmation("reset", yes=yes),
+            confirm,
             pool_dir=Path(os.path.abspath(pool_dir)),
         )
     if json_output:

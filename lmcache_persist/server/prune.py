@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,17 @@ def preview(data_dir: Path, selection: Selection) -> Iterator[Picked]:
                 cursor = picked.cursor
 
 
-def prune(data_dir: Path, selection: Selection) -> Iterator[Picked]:
+def prune(
+    data_dir: Path, selection: Selection, *, on_begin: Callable[[], None] = lambda: None
+) -> Iterator[Picked]:
     """Remove chunks, step by step; each is durable when it is yielded.
 
     To be exhausted or closed; closed early, the store is whole and the rest is there.
+
+    Args:
+        data_dir: of a server that does not run.
+        selection: what goes.
+        on_begin: called once all checks have passed, before anything is changed.
 
     Threads: one, with no other in the process.
 
@@ -117,6 +124,7 @@ def prune(data_dir: Path, selection: Selection) -> Iterator[Picked]:
         found = _look(paths)
         if found.store is StoreState.ABSENT:
             return
+        on_begin()
         with contextlib.closing(LmdbDisk.open(paths.store, found.capacity_bytes)) as disk:
             cursor = b""
             while True:

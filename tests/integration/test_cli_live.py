@@ -65,6 +65,12 @@ def test_a_live_server_and_its_files_tell_the_same(server: ServerProcess) -> Non
     assert live == offline
 
 
+def test_a_first_start_had_no_server_before_it(server: ServerProcess) -> None:
+    """There is no earlier shutdown to be clean or not, and the text says so."""
+    shown = run_cli("inspect", str(server.data_dir)).stdout
+    assert "clean shutdown\tno earlier server\n" in shown
+
+
 def test_a_live_server_verifies_itself(server: ServerProcess) -> None:
     """Verify asks the server, which reads its own objects; afterwards the files say the same."""
     store_some(server)

@@ -276,6 +276,20 @@ def test_a_store_without_manifest_is_an_error(data_dir: Path) -> None:
     assert "no manifest" in document["violations"][0]["what"]
 
 
+@pytest.mark.parametrize("verb", [("reset", "--yes"), ("prune", "--stale")])
+def test_room_is_spoken_of_only_by_a_verb_that_goes_on(
+    data_dir: Path, verb: tuple[str, ...]
+) -> None:
+    """Not before a refusal: another verb holds the data dir, or it is none."""
+    name, flag = verb
+    with DataDirLock.acquire(data_dir):
+        for root in (data_dir, data_dir / "no"):
+            code, _, err = cli_here(name, str(root), flag)
+            assert (code, "room" in err) == (5, False), err
+    code, _, err = cli_here(name, str(data_dir), flag)
+    assert (code, f"{name} needs no more room" in err) == (0, True)
+
+
 def test_an_unreadable_manifest_is_an_error(data_dir: Path) -> None:
     """Garbage in the manifest's place is never "unbound"."""
     (data_dir / "manifest.sqlite").write_bytes(b"not a database" * 1000)
