@@ -13,7 +13,7 @@ import hashlib
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,8 @@ from lmcache_persist.geometry import (
 
 MIN_CAPACITY_BYTES: Final = 16 << 20
 """Below this the pages held back for eviction leave no room for objects."""
+DEFAULT_CAPACITY_BYTES: Final = 8 << 30
+"""Of a new store; one that is there keeps its size."""
 MIN_POOL_BYTES: Final = 1 << 20
 MAX_SIZE_BYTES: Final = 1 << 46
 """64 TiB: what a process can map on x86-64, with room to spare."""
@@ -209,7 +211,7 @@ class Settings:
         chunk_size_from: endpoint of the server whose size is taken, or None.
         base_chunk_size: tokens.
         max_chunk_size: tokens.
-        capacity_bytes: of the disk tier's file.
+        capacity_bytes: of the disk tier's file, see :meth:`for_store`.
         pool_size_bytes: of the memory tier.
         pool_dir: where the pool's file lies.
         listen: endpoint URL, never empty.
@@ -230,7 +232,7 @@ class Settings:
     chunk_size_from: str | None = None
     base_chunk_size: int = DEFAULT_BASE_CHUNK_SIZE
     max_chunk_size: int = DEFAULT_MAX_CHUNK_SIZE
-    capacity_bytes: int = 8 << 30
+    capacity_bytes: int = DEFAULT_CAPACITY_BYTES
     pool_size_bytes: int = 1 << 30
     pool_dir: Path = Path("/dev/shm")  # noqa: S108 - the place for POSIX shared memory
     listen: str = ""
@@ -290,6 +292,22 @@ class Settings:
         return cls(**values, sources=sources)
 
     @property
+    def capacity_is_set(self) -> bool:
+        """Whether somebody said how large the store is to be."""
+        return "capacity_bytes" in self.sources or self.capacity_bytes != DEFAULT_CAPACITY_BYTES
+
+    def for_store(self, store_bytes: int) -> Settings:
+        """With the capacity that holds: the one that is set, else the size of the store.
+
+        Args:
+            store_bytes: capacity of the store that is there, 0 if there is none.
+        """
+        if self.capacity_is_set or not store_bytes:
+            return self
+        sources = {**self.sources, "capacity_bytes": "not set: the store keeps its size"}
+        return replace(self, capacity_bytes=store_bytes, sources=sources)
+
+    @property
     def group_id(self) -> int | None:
         """The numeric id of ``group``; ``ConfigError`` if it vanished since."""
         if self.group is None:
@@ -317,9 +335,14 @@ class Settings:
     def describe(self) -> list[str]:
         """Lines ``name = value (source)``, for printing once at start."""
         return [
-            f"{setting.name} = {text or '-'} ({self.sources.get(setting.field, 'default')})"
+            f"{setting.name} = {text or '-'} ({self._source(setting)})"
             for setting, text in zip(SETTINGS, self.effective().values(), strict=True)
         ]
+
+    def _source(self, setting: Setting) -> str:
+        if setting.name == "capacity" and not self.capacity_is_set:
+            return "default of a new store"
+        return self.sources.get(setting.field, "default")
 
     def _check_chunk_sizes(self) -> None:
         if self.chunk_size_from is not None and self.chunk_size is not None:

@@ -39,6 +39,7 @@ The tree (``code`` in parentheses travels on the wire and never changes its mean
     |   +-- MalformedMessage (malformed_message)
     |   +-- MessageTooLarge (message_too_large)
     |   +-- UnsupportedVersion (unsupported_version)
+    +-- OutputFailed (output)
     +-- LeaseError (lease)
     |   +-- SlotNotWritten (slot_not_written)
     +-- TransportError (transport)
@@ -295,6 +296,12 @@ class UnsupportedVersion(ProtocolError):
     """Client and server share no protocol version."""
 
     code = "unsupported_version"
+
+
+class OutputFailed(PersistError):
+    """Stdout cannot be written: closed, a full disk, or the like."""
+
+    code = "output"
 
 
 class LeaseError(PersistError):

@@ -17,6 +17,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def discard_output(fd: int) -> None:
+    """Let what is still to be written to ``fd`` go nowhere, without an error."""
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.dup2(null, fd)
+    finally:
+        os.close(null)
+
+
 def try_flock(fd: int, *, exclusive: bool = True) -> bool:
     """Take a flock without waiting; False if somebody else's is in the way."""
     try:

@@ -20,7 +20,7 @@ from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.flush import flush
 from lmcache_persist.cli.inspect import inspect
 from lmcache_persist.cli.negotiate import negotiate
-from lmcache_persist.cli.output import finish, write
+from lmcache_persist.cli.output import finish, open_closed_streams, output_failure, say_error, write
 from lmcache_persist.cli.plan import plan
 from lmcache_persist.cli.prune import prune
 from lmcache_persist.cli.rebind import rebind
@@ -31,6 +31,7 @@ from lmcache_persist.cli.restore import restore
 from lmcache_persist.cli.serve import serve
 from lmcache_persist.cli.top import top
 from lmcache_persist.cli.verify import verify
+from lmcache_persist.errors import OutputFailed
 
 app = typer.Typer(
     name="lmcache-persist",
@@ -84,6 +85,7 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         The exit code (:class:`lmcache_persist.cli.exit_codes.ExitCode`).
     """
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Names may hold what the terminal's encoding has no form for.
@@ -97,4 +99,11 @@ def main(args: list[str] | None = None) -> int:
         if sys.stdout is not stdout:
             return ExitCode.BROKEN_PIPE  # of a help text: click put something mute in its place
         return finish(code)
-    return finish(0)
+    except (OSError, OutputFailed):
+        # Of the version or a help text, which click writes by itself; all else is a defect.
+        failure = output_failure()
+        if failure is None:
+            raise
+        say_error(failure)
+        return finish(ExitCode.FAILED)
+    return finish(ExitCode.OK)

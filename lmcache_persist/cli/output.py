@@ -17,24 +17,56 @@ from typing import Any, ParamSpec
 import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
-from lmcache_persist.errors import PersistError
+from lmcache_persist.errors import OutputFailed, PersistError
+from lmcache_persist.posix import discard_output
 from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
 
 P = ParamSpec("P")
 
 
-class _OutputFailed(Exception):
-    """Stdout is a full disk, or the like."""
+_CLOSED_STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY))
+"""What a closed stream is replaced by: one that reads nothing, refuses, or forgets."""
 
 
-def write(text: str) -> None:
-    """One line, or several, to stdout."""
+def open_closed_streams() -> None:
+    """Give each standard stream that is closed a descriptor, which no other file gets then.
+
+    A write to stdout fails as it would have, with an error that verbs know.
+    """
+    for name, flags in _CLOSED_STREAMS:
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, flags)
+            stream = open(fd, "r" if name == "stdin" else "w")  # noqa: SIM115 - the process's
+            setattr(sys, name, stream)
+
+
+def write(text: str, *, at_once: bool = False) -> None:
+    """One line, or several, to stdout.
+
+    Raises:
+        OutputFailed: it is a full disk, closed, or the like.
+    """
     try:
         sys.stdout.write(text + "\n")
+        if at_once:
+            sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise _OutputFailed(error.strerror) from error
+        raise _output_failed(error) from error
+
+
+def output_failure() -> OutputFailed | None:
+    """Why nothing can be written to stdout, tried with an empty line; None if it can be."""
+    try:
+        write("", at_once=True)
+    except OutputFailed as error:
+        return error
+    return None
+
+
+def _output_failed(error: OSError) -> OutputFailed:
+    return OutputFailed(f"stdout cannot be written: {error.strerror}")
 
 
 def write_json(document: Any) -> None:
@@ -44,8 +76,7 @@ def write_json(document: Any) -> None:
 
 def write_line(document: Any) -> None:
     """A document as one line to stdout, at once: for those that come one after the other."""
-    write(json.dumps(document, allow_nan=False))
-    sys.stdout.flush()
+    write(json.dumps(document, allow_nan=False), at_once=True)
 
 
 def say(text: str) -> None:
@@ -111,9 +142,6 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
             code = ExitCode.INTERRUPTED
         except BrokenPipeError:
             code = ExitCode.BROKEN_PIPE
-        except _OutputFailed as error:
-            say(f"error: stdout cannot be written: {error}")
-            code = ExitCode.FAILED
         raise typer.Exit(finish(code))
 
     return run
@@ -122,7 +150,7 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
 def _write_last(document: Any) -> None:
     try:
         write_json(document)
-    except (OSError, _OutputFailed):
+    except (BrokenPipeError, OutputFailed):
         return  # the error itself has been said on stderr
 
 
@@ -134,10 +162,10 @@ def finish(code: int) -> int:
         code = ExitCode.BROKEN_PIPE
     except OSError as error:
         if code != ExitCode.FAILED:
-            say(f"error: stdout cannot be written: {error.strerror}")
+            say_error(_output_failed(error))
         code = ExitCode.FAILED
     else:
         return code
     # The interpreter flushes once more at its end and would complain: let that go nowhere.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard_output(sys.stdout.fileno())
     return code

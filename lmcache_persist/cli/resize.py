@@ -38,7 +38,10 @@ def resize(
             say=lambda text: say(plain(text)),
             on_chunk=ticker.on_chunk,
         )
-    say(f"start the server with --capacity {format_size(done.after)} from now on")
+    say(
+        "a start without --capacity keeps that; where it is set, set it to"
+        f" {format_size(done.after)} now"
+    )
     if json_output:
         write_json(
             {

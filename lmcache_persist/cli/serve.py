@@ -30,7 +30,8 @@ def serve(
         Text, typer.Option(metavar="TOKENS", help="Refuse larger ones. [default: 16384]")
     ] = None,
     capacity: Annotated[
-        Text, typer.Option(metavar="SIZE", help="Of the disk tier. [default: 8GiB]")
+        Text,
+        typer.Option(metavar="SIZE", help="Of the disk tier. [default: as it is; new: 8GiB]"),
     ] = None,
     pool_size: Annotated[
         Text, typer.Option(metavar="SIZE", help="Of the memory tier. [default: 1GiB]")

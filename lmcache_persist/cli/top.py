@@ -117,8 +117,7 @@ def _lines() -> Any:
     def show(document: dict[str, Any]) -> None:
         if next(numbers) % HEADER_EVERY == 0:
             write(header_line())
-        write(line(document))
-        sys.stdout.flush()
+        write(line(document), at_once=True)
 
     return show
 

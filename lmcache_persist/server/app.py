@@ -29,6 +29,7 @@ from lmcache_persist.datadir import (
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
+from lmcache_persist.posix import discard_output
 from lmcache_persist.server import backup_file, ballast, converge, crashes, logs, recovery, reset
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
@@ -43,6 +44,7 @@ from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
 from lmcache_persist.store.writer import Outcome, Writer
+from lmcache_persist.units import format_size
 
 if TYPE_CHECKING:
     from lmcache_persist.server.http import HttpServer
@@ -101,6 +103,7 @@ def serve(settings: Settings) -> int:
             condemned=crashes.keeps_crashing(paths),
         )
         decision = recovery.decide(found, settings)
+        settings = _with_capacity(settings, found)
         # From here on things are changed. Who starts is said first: the pool may take a while.
         boot = Holder.of_process(
             boot_id=secrets.token_hex(16), endpoint=settings.listen, started_at=utc_now()
@@ -115,6 +118,19 @@ def serve(settings: Settings) -> int:
             return _serve_data_dir(
                 settings, first_start, lock, boot, manifest, decision, crash_log, first
             )
+
+
+def _with_capacity(settings: Settings, found: recovery.Found) -> Settings:
+    """With the size that the store is to have; says so where that is no setting, or another."""
+    held = found.capacity_bytes
+    if held and not settings.capacity_is_set:
+        settings = settings.for_store(held)
+        log.info("setting capacity = %s (not set: the store keeps its size)", format_size(held))
+    elif found.store is recovery.StoreState.PRESENT and settings.capacity_bytes > held:
+        log.info(
+            "the store grows from %s to %s", format_size(held), format_size(settings.capacity_bytes)
+        )
+    return settings
 
 
 def _first_server(
@@ -183,6 +199,16 @@ def _serve_data_dir(
     return server.run()
 
 
+def _say_ready(endpoint: str) -> None:
+    """On stdout, for whoever started it; a server that cannot say so serves all the same."""
+    try:
+        sys.stdout.write(f"ready {endpoint}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        log.warning("stdout cannot be written (%s); ready at %s", error.strerror, endpoint)
+        discard_output(sys.stdout.fileno())
+
+
 class Server:
     """A running server: assembles the parts, runs the loop, takes it all down again."""
 
@@ -244,8 +270,7 @@ class Server:
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: self.loop.stop())
             self._first_start.served()
-            sys.stdout.write(f"ready {state.endpoint}\n")
-            sys.stdout.flush()
+            _say_ready(state.endpoint)
             self.loop.run()
             clean = True
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lmcache_persist import hashing
 from lmcache_persist.binding import MODE_AUTO, Binding
-from lmcache_persist.config import Settings
+from lmcache_persist.config import DEFAULT_CAPACITY_BYTES, Settings
 from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import (
     BindingMismatch,
@@ -138,16 +138,16 @@ def look_at_store(
     if not data_file.exists(paths.store):
         return Found(None, StoreState.ABSENT)
     if condemned:
-        return Found(None, StoreState.DAMAGED, "servers keep crashing on it")
+        return _damaged(paths, "servers keep crashing on it")
     lost_power = data_file.lost_power_unsynced(paths.store)
     try:
         if (deep or thorough or lost_power) and (damage := verify_pages(paths.store)):
-            return Found(None, StoreState.DAMAGED, damage)
+            return _damaged(paths, damage)
         found = peek_in_child(paths.store)
         if thorough and (damage := structure_problem(paths.store)):
-            return Found(None, StoreState.DAMAGED, damage)
+            return _damaged(paths, damage)
     except StoreDamaged as error:
-        return Found(None, StoreState.DAMAGED, error.message)
+        return _damaged(paths, error.message)
     if found is None:
         return Found(None, StoreState.ABSENT)
     return Found(
@@ -161,6 +161,11 @@ def look_at_store(
         capacity_bytes=found.capacity_bytes,
         replaced=found.replaced,
     )
+
+
+def _damaged(paths: DataDir, damage: str) -> Found:
+    told = data_file.capacity_told(paths.store, at_most=DEFAULT_CAPACITY_BYTES)
+    return Found(None, StoreState.DAMAGED, damage, capacity_bytes=told)
 
 
 def decide(found: Found, settings: Settings) -> Decision:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmcache_persist import failpoints
+from lmcache_persist.config import DEFAULT_CAPACITY_BYTES
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import StoreDamaged
 from lmcache_persist.manifest import Manifest, ManifestSnapshot
@@ -127,6 +128,7 @@ def _replace_store(paths: DataDir, snapshot: ManifestSnapshot, damage: str) -> I
     """An empty store under the same binding; what is broken is kept aside, as at a start."""
     binding = snapshot.binding
     done = []
+    told = store_files.capacity_told(paths.store, at_most=DEFAULT_CAPACITY_BYTES)
     if damage:
         aside = store_files.set_aside(paths.store)
         done.append(f"it is now {aside.name}")
@@ -138,8 +140,8 @@ def _replace_store(paths: DataDir, snapshot: ManifestSnapshot, damage: str) -> I
         finally:
             disk.close()
         done.append(
-            f"made an empty one of {format_size(MIN_CAPACITY_BYTES)}, which the next start"
-            " gives its --capacity"
+            f"made an empty one of {format_size(MIN_CAPACITY_BYTES)}; start with --capacity"
+            f" {format_size(told) if told else 'SIZE'}, or it stays that small"
         )
     expected = f", expected store {binding.store_uuid}" if binding else ""
     what = damage or f"it is absent{expected}"

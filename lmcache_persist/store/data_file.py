@@ -21,6 +21,7 @@ from lmcache_persist.errors import (
     StoreIOError,
 )
 from lmcache_persist.posix import sync_folder
+from lmcache_persist.store.capacity import LMDB_PAGE_BYTES, MIN_CAPACITY_BYTES
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -237,6 +238,22 @@ def check_capacity(path: Path, capacity_bytes: int) -> None:
             found=capacity_bytes,
             minimum=held,
         )
+
+
+def capacity_told(directory: Path, *, at_most: int) -> int:
+    """The capacity that a store had which must not be opened; 0 if nothing credible says it.
+
+    Args:
+        directory: the store's folder.
+        at_most: bytes; more is believed only where the file is that long.
+    """
+    path = directory / DATA_NAME
+    try:
+        told, length = read_meta_page(path).map_bytes, path.stat().st_size
+    except (FileNotFoundError, FormatTooNew, StoreDamaged, StoreIOError):
+        return 0
+    credible = MIN_CAPACITY_BYTES <= told <= max(at_most, length) and not told % LMDB_PAGE_BYTES
+    return told if credible else 0
 
 
 def kernel_boot_id() -> str:

@@ -20,7 +20,7 @@ from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, ChunkRecord
 from lmcache_persist.store.check import Progress, Violation, check_store
-from lmcache_persist.store.data_file import set_aside
+from lmcache_persist.store.data_file import capacity_told, set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_reads import StoreReads
@@ -32,6 +32,7 @@ __all__ = [
     "OfflineStore",
     "StorePeek",
     "Violation",
+    "capacity_told",
     "check",
     "looks_damaged",
     "peek",

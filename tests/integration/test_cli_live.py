@@ -18,8 +18,10 @@ from lmcache_persist.datadir import read_holder
 from support.emulated import EmulatedEngine
 from support.files import snapshot
 from support.server import ServerProcess, inspect, run_cli
+from support.waiting import wait_until
 
 MakeServer = Callable[..., ServerProcess]
+GROUPS = ("--groups", "64", "--timeout", "20")
 PATIENT = ClientOptions(request_timeout_s=5.0)
 
 
@@ -188,6 +190,20 @@ def test_settings_are_printed_once_with_their_sources(make_server: MakeServer) -
     """The log of a start shows every effective setting and where it came from."""
     server = make_server(env={"LMCACHE_PERSIST_BASE_CHUNK_SIZE": "128"}).start()
     assert server.log().count("base_chunk_size = 128 (LMCACHE_PERSIST_BASE_CHUNK_SIZE)") == 1
+
+
+def test_a_server_whose_stdout_is_closed_serves(make_server: MakeServer) -> None:
+    """Nobody can be told that it is ready: one warning, no traceback, and a clean end."""
+    server = make_server()
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *server.command]
+    with open(server.log_path, "w") as log, subprocess.Popen(command, stderr=log) as process:
+        wait_until(lambda: "ready at ipc://" in server.log(), "the server is ready")
+        done = run_cli("negotiate", "--server", f"ipc://{server.data_dir}/server.sock", *GROUPS)
+        assert done.returncode == 0, done.stderr
+        process.terminate()
+    assert process.returncode == 0
+    assert server.log().count("WARNING") == 1
+    assert "Traceback" not in server.log()
 
 
 def test_inspect_survives_a_reader_that_goes_away(server: ServerProcess) -> None:

@@ -155,22 +155,44 @@ def test_help_explains_every_flag(verb: str) -> None:
         assert option.opts[0] in text
 
 
-WITHOUT_READER = """
+WITHOUT_STDOUT = """
 import json, os, sys
 from lmcache_persist.cli import main
-import lmcache_persist.connector, lmcache_persist.server.app  # once for all children
+if sys.argv[2] == "servers":
+    import lmcache_persist.connector, lmcache_persist.server.app  # once for all children
 ends = []
-for words in json.loads(sys.argv[1]):
+for behind, *words in json.loads(sys.argv[1]):
     print("verb", *words[:1], file=sys.stderr, flush=True)
     child = os.fork()
     if child == 0:  # from here on a process like any other, with its own end
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 1)
+        if behind == "nobody":
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, 1)
+        elif behind == "full":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        else:
+            os.close(1)
+            sys.stdout = None  # as it is in a program that is started so
         sys.exit(main(words))
     ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(json.dumps(ends))
 """
+
+
+def ends_without_stdout(calls: list[list[str]], needs: str) -> tuple[list[int], str]:
+    """Exit codes of calls, each behind the word for its stdout; what they said on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_STDOUT, json.dumps(calls), needs],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return json.loads(done.stdout), done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
@@ -180,20 +202,22 @@ def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
         [*verb.split(), "--help"] if verb in LONG_LIVED else call(verb, root / "empty")
         for verb in NAMES
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_READER, json.dumps(calls)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
-    ends = json.loads(done.stdout)
+    ends, _ = ends_without_stdout([["nobody", *words] for words in calls], "servers")
     found = dict(zip(NAMES, ends, strict=True))
     assert set(ends) <= set(ExitCode), found
     assert {found[verb] for verb in LONG_LIVED} == {ExitCode.BROKEN_PIPE}
+
+
+def test_a_stdout_that_takes_nothing_is_an_error(root: Path) -> None:
+    """Closed, or a full disk: what cannot be said ends every verb with 6, and with a reason."""
+    calls = [["full", *words] for words in (["--help"], ["plan", "64"], ["--version"])]
+    calls += [["closed", *verb.split(), "--help"] for verb in NAMES]
+    calls += [["closed", "plan", "64", "--json"], ["closed", "inspect", str(root / "empty")]]
+    ends, said = ends_without_stdout(calls, "nothing")
+    # The last one has nothing to say but a refusal, which is said on stderr.
+    assert ends == [ExitCode.FAILED] * (len(calls) - 1) + [ExitCode.DATA_DIR]
+    assert said.count("error: stdout cannot be written: ") == len(calls) - 1
+    assert said.count(" [output]") == len(calls) - 1
 
 
 def test_the_walk_finds_verbs_of_every_kind() -> None:

@@ -183,7 +183,7 @@ def test_what_cannot_be_done_is_refused(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_serve_and_resize_agree(server: ServerProcess) -> None:
-    """A running server is to be stopped; a start does not shrink, and says what does."""
+    """A running server is to be stopped; a start grows what it is told to, and never shrinks."""
     code, _, err = cli_here("resize", str(server.data_dir), "--capacity", "32MiB")
     assert code == 5
     assert "stop that one" in err
@@ -193,11 +193,14 @@ def test_serve_and_resize_agree(server: ServerProcess) -> None:
     # The server's flag still says 64 MiB: a start grows the store.
     server.start().terminate()
     assert size_of(server.data_dir) == 64 * MIB
+    assert "the store grows from 32MiB to 64MiB" in server.log()
     at = server.command.index("--capacity")
     server.command[at + 1] = "32MiB"
     code, log = server.refused()
     assert code == 2
     assert f"lmcache-persist resize {server.data_dir} --capacity {32 * MIB}" in log
     json_here("resize", str(server.data_dir), "--capacity", "32MiB")
+    del server.command[at : at + 2]
     server.start()
+    assert "capacity = 32MiB (not set: the store keeps its size)" in server.log()
     assert json_here("inspect", str(server.data_dir))["store"]["capacity_bytes"] == 32 * MIB

@@ -14,6 +14,13 @@ CRASH = "tests/crash/test_maintenance_crash.py::"
 
 MUTATIONS = (
     Mutation(
+        "start-grows-to-the-default",
+        "lmcache_persist/config.py",
+        "        if self.capacity_is_set or not store_bytes:\n",
+        "        if True:\n",
+        ("tests/unit/test_config.py::test_a_store_keeps_its_size_unless_a_capacity_is_set",),
+    ),
+    Mutation(
         "prune-what-is-in-use",
         "lmcache_persist/store/selection.py",
         "            self.done = record.stored_at <= self._now\n",

@@ -291,6 +291,18 @@ def test_each_effective_setting_is_described_with_its_source() -> None:
     assert "pool_size = 1GiB (default)" in lines
 
 
+def test_a_store_keeps_its_size_unless_a_capacity_is_set() -> None:
+    """The default is a new store's; what is set holds, also where it is the default's number."""
+    unset = load()
+    assert "capacity = 8GiB (default of a new store)" in unset.describe()
+    assert unset.for_store(0) == unset
+    kept = unset.for_store(256 << 20)
+    assert kept.capacity_bytes == 256 << 20
+    assert "capacity = 256MiB (not set: the store keeps its size)" in kept.describe()
+    for given in (load(capacity="8GiB"), load(env={"LMCACHE_PERSIST_CAPACITY": "8GiB"})):
+        assert given.for_store(256 << 20).capacity_bytes == 8 << 30
+
+
 def test_every_setting_can_be_given_as_a_variable() -> None:
     """No setting is known to the flags alone."""
     shown = load().effective()

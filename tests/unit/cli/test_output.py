@@ -224,7 +224,7 @@ def test_a_full_disk_behind_stdout_is_an_error() -> None:
             check=False,
         )
     assert done.returncode == ExitCode.FAILED
-    assert done.stderr == "error: stdout cannot be written: No space left on device\n"
+    assert done.stderr == "error: stdout cannot be written: No space left on device [output]\n"
 
 
 def test_a_terminal_without_unicode_gets_escapes() -> None:

@@ -465,6 +465,20 @@ def test_peek_changes_nothing(opened: Opener, directory: Path) -> None:
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
+def test_a_damaged_store_tells_its_size_or_nothing(directory: Path) -> None:
+    """Its meta page is believed within bounds: a wild number is no size to make a store of."""
+    assert data_file.capacity_told(directory, at_most=MIB) == 0
+    LmdbDisk.open(directory, CAPACITY).close()
+    path = directory / "data.mdb"
+    assert data_file.capacity_told(directory, at_most=MIB) == CAPACITY
+    os.truncate(path, 3 * 4096)
+    assert data_file.capacity_told(directory, at_most=CAPACITY) == CAPACITY
+    assert data_file.capacity_told(directory, at_most=CAPACITY - 1) == 0
+    with path.open("r+b") as file:
+        file.write(b"\0" * 8192)
+    assert data_file.capacity_told(directory, at_most=CAPACITY) == 0
+
+
 def test_set_aside_keeps_one(tmp_path: Path) -> None:
     """A damaged store is moved to one sibling; the one before it is deleted."""
     for text in ("first", "second"):
