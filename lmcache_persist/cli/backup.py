@@ -93,7 +93,7 @@ def backup(
 
 
 def _left_out(root: Path, chunks: int, objects: int, *, live: bool) -> str:
-    what = "evicted meanwhile, or bad" if live else "bad"
+    what = "that were evicted meanwhile, or are bad" if live else "that are bad"
     return (
         f"left out: {counted(objects, 'object')} ({counted(chunks, 'chunk')}) {what};"
         f" run: lmcache-persist verify {plain(root)}"
