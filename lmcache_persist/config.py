@@ -137,7 +137,7 @@ def _host_and_port(text: str) -> str:
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host != bare
-    if not colon or not bare or (":" in bare) != bracketed or "/" in host:
+    if not colon or not bare or (":" in bare) != bracketed or "/" in text:
         raise ConfigError(
             f"is {text!r}, expected HOST:PORT",
             hint="for example 127.0.0.1:9090 or [::1]:9090",
@@ -369,10 +369,12 @@ class Settings:
     def _check_reach(self) -> None:
         beyond = _beyond_loopback(self)
         if beyond and not self.allow_remote:
+            http_alone = beyond[0].startswith("http ")
+            expected = "a loopback address" if http_alone else "ipc:// or a loopback address"
+            way_out = "127.0.0.1:PORT" if http_alone else "ipc:// or 127.0.0.1"
             raise ConfigError(
-                f"{' and '.join(beyond)} reaches beyond this machine, expected ipc:// or a"
-                " loopback address",
-                hint="use 127.0.0.1 or ipc://; --allow-remote opens it to the network",
+                f"{' and '.join(beyond)} reaches beyond this machine, expected {expected}",
+                hint=f"use {way_out}; --allow-remote opens it to the network",
             )
 
 
@@ -428,7 +430,9 @@ def _parse(setting: Setting, text: str, source: str) -> Any:
     if not text:
         raise ConfigError(
             f"{setting.name} ({source}) is empty, expected a value",
-            hint="leave it out to get the default",
+            hint="give a folder: it has no default"
+            if setting.name == "data_dir"
+            else "leave it out to get the default",
             setting=setting.name,
         )
     try:

@@ -29,12 +29,12 @@ def variable_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def unknown_name(what: str, name: str, valid: Sequence[str]) -> ConfigError:
-    """The refusal of a name, with the nearest valid one."""
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+def unknown_name(what: str, name: str, valid: Sequence[str], where: str = "") -> ConfigError:
+    """The refusal of a name, with the nearest valid one, or all if none is near."""
+    nearest = difflib.get_close_matches(name, valid, n=1)
     return ConfigError(
-        f"{what} {name!r} is unknown, expected one of ours",
-        hint=f"did you mean {nearest[0]}? all: {', '.join(valid)}",
+        f"{what} {name!r}{where} is unknown",
+        hint=f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(valid)}",
     )
 
 
@@ -85,7 +85,7 @@ def read_file(path: Path, names: Sequence[str]) -> Given:
     for key, text in _yaml_pairs(path):
         name = key.replace("-", "_")
         if name not in names:
-            raise unknown_name(f"setting in {path}", key, names)
+            raise unknown_name("setting", key, names, f" in {path}")
         if name in given:
             raise ConfigError(f"{name} is given twice in {path}, expected once")
         given[name] = (text, str(path))
@@ -103,8 +103,7 @@ def _yaml_pairs(path: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        one_line = " ".join(str(error).split())
-        raise ConfigError(f"config file {path} is no YAML: {one_line}") from error
+        raise ConfigError(f"config file {path} is no YAML: {_yaml_problem(error)}") from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -117,6 +116,14 @@ def _yaml_pairs(path: Path) -> list[tuple[str, str]]:
         is_null = value.tag == "tag:yaml.org,2002:null"
         pairs.append((str(key.value), "" if is_null else str(value.value)))
     return pairs
+
+
+def _yaml_problem(error: Exception) -> str:
+    """One line; of an error that shows where it is, without the piece of the file."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{getattr(error, 'problem', error)} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _read_bounded(path: Path) -> bytes:

@@ -108,7 +108,8 @@ def _tcp(rest: str, text: str, what: str) -> Endpoint:
     _check_host(host, rest.startswith("["), text, what)
     if not port:
         shown = f"[{host}]" if rest.startswith("[") else host
-        raise ConfigError(f"{what} {text!r} has no port", hint=f"write tcp://{shown}:PORT")
+        socket = "" if text.startswith("tcp:") else ", or ipc:///ABSOLUTE/PATH for a socket's file"
+        raise ConfigError(f"{what} {text!r} has no port", hint=f"write tcp://{shown}:PORT{socket}")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{what} {text!r} has port {port!r}, expected 0 to 65535")
     shown = f"[{host}]" if ":" in host else host

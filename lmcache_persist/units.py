@@ -69,6 +69,16 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
+def exact_size(num_bytes: int) -> str:
+    """For messages where every byte counts, e.g. ``256MiB (268435456 bytes)``."""
+    if num_bytes < _SIZE_UNITS["KiB"]:
+        return f"{num_bytes} bytes"
+    readable = format_size(num_bytes)
+    if len(readable) > len("16384MiB"):
+        readable = approximate_size(num_bytes)
+    return f"{readable} ({num_bytes} bytes)"
+
+
 def approximate_size(num_bytes: int) -> str:
     """A size for tables, rounded to two digits behind the point, e.g. ``1.25 GiB``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

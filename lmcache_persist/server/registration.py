@@ -34,7 +34,7 @@ from lmcache_persist.store import capacity
 from lmcache_persist.store.allocator import slot_bytes
 from lmcache_persist.store.base import Place
 from lmcache_persist.store.throttle import Throttle
-from lmcache_persist.units import format_size
+from lmcache_persist.units import exact_size, format_size
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +196,9 @@ class Registry:
         expected = known * engine.world_size // len(ranks)
         if expected > self._state.memory.share_bytes:
             raise ChunkTooLarge(
-                f"one chunk over all groups and ranks takes {expected} bytes, more than half of"
-                f" the pool ({self._state.pool.size_bytes} bytes)",
-                hint=f"start the server with --pool-size {2 * expected} or more",
+                f"one chunk over all groups and ranks takes {exact_size(expected)}, more than half"
+                f" of the pool of {exact_size(self._state.pool.size_bytes)}",
+                hint=f"start the server with --pool-size {format_size(2 * expected)} or more",
                 chunk_bytes=expected,
                 pool_bytes=self._state.pool.size_bytes,
             )
@@ -214,8 +214,9 @@ class Registry:
         allowed = budget.largest_chunk * budget.page_bytes
         if expected > allowed:
             raise ChunkTooLarge(
-                f"one chunk over all groups and ranks takes {expected} bytes on disk, more than the"
-                f" {allowed} that a capacity of {disk_bytes} allows",
+                f"one chunk over all groups and ranks takes {exact_size(expected)} on disk, more"
+                f" than the {exact_size(allowed)} that a capacity of {format_size(disk_bytes)}"
+                " allows",
                 hint=f"give the server more than its --capacity of {format_size(disk_bytes)}",
                 chunk_bytes=expected,
                 capacity_bytes=disk_bytes,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lmcache_persist.errors import ConfigError
 from lmcache_persist.hashing import extent_lengths
 from lmcache_persist.store.objects import MAX_PLACES, Place
+from lmcache_persist.units import exact_size, format_size
 
 LMDB_PAGE_BYTES = 4096
 EXTENT_PAGES = 256
@@ -58,8 +59,9 @@ class PageBudget:
         """
         if capacity_bytes < MIN_CAPACITY_BYTES:
             raise ConfigError(
-                f"capacity is {capacity_bytes} bytes, expected at least {MIN_CAPACITY_BYTES}",
-                hint=f"--capacity {MIN_CAPACITY_BYTES >> 20}MiB",
+                f"capacity is {exact_size(capacity_bytes)}, expected at least"
+                f" {exact_size(MIN_CAPACITY_BYTES)}",
+                hint=f"--capacity {format_size(MIN_CAPACITY_BYTES)}",
                 found=capacity_bytes,
                 minimum=MIN_CAPACITY_BYTES,
             )

@@ -22,6 +22,7 @@ from lmcache_persist.errors import (
 )
 from lmcache_persist.posix import sync_folder
 from lmcache_persist.store.capacity import LMDB_PAGE_BYTES, MIN_CAPACITY_BYTES
+from lmcache_persist.units import exact_size, format_size
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -163,8 +164,8 @@ def too_small(
 ) -> DiskTooSmall:
     """The refusal, with both numbers."""
     return DiskTooSmall(
-        f"{directory} has {available_bytes} bytes available, expected {needed_bytes} more for"
-        f" {what}",
+        f"{directory} has {exact_size(available_bytes)} available, expected"
+        f" {exact_size(needed_bytes)} more for {what}",
         hint=way_out,
         needed=needed_bytes,
         available=available_bytes,
@@ -231,10 +232,11 @@ def check_capacity(path: Path, capacity_bytes: int) -> None:
     held = read_meta_page(path).map_bytes
     if capacity_bytes < held:
         raise ConfigError(
-            f"capacity is {capacity_bytes} bytes, but the store in {path.parent} has {held}; a"
-            " start does not shrink a store",
-            hint=f"use --capacity {held}, or shrink it first with: lmcache-persist resize"
-            f" {path.parent.parent} --capacity {capacity_bytes}",
+            f"capacity is {exact_size(capacity_bytes)}, but the store in {path.parent} has"
+            f" {exact_size(held)}; a start does not shrink a store",
+            hint=f"use --capacity {format_size(held)}, or none, or shrink it first with:"
+            f" lmcache-persist resize {path.parent.parent} --capacity"
+            f" {format_size(capacity_bytes)}",
             found=capacity_bytes,
             minimum=held,
         )

@@ -23,6 +23,7 @@ from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
 from lmcache_persist.hashing import EXTENT_BYTES
 from lmcache_persist.posix import try_flock
 from lmcache_persist.shm import POOL_PREFIX, PoolPaths, client_is_dead
+from lmcache_persist.units import exact_size
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +228,8 @@ def _allocate(path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str
         if not told:
             told = True
             on_wait(
-                f"{path.parent} has {available} of {size_bytes} bytes for the pool,"
+                f"{path.parent} has {exact_size(available)} for the pool of"
+                f" {exact_size(size_bytes)},"
                 f" waiting up to {wait_s:g} s for clients of a former server to let go"
             )
         time.sleep(_POLL_S)
@@ -235,7 +237,7 @@ def _allocate(path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str
 
 def _too_small(path: Path, wanted: int, found: int, word: str) -> PoolTooSmall:
     return PoolTooSmall(
-        f"pool needs {wanted} bytes, {path.parent} has {found} {word}",
+        f"pool needs {exact_size(wanted)}, {path.parent} has {exact_size(found)} {word}",
         hint="choose a smaller --pool-size, another --pool-dir, or enlarge the mount"
         " (docker: --shm-size)",
         wanted_bytes=wanted,

@@ -198,7 +198,8 @@ def test_serve_and_resize_agree(server: ServerProcess) -> None:
     server.command[at + 1] = "32MiB"
     code, log = server.refused()
     assert code == 2
-    assert f"lmcache-persist resize {server.data_dir} --capacity {32 * MIB}" in log
+    assert f"lmcache-persist resize {server.data_dir} --capacity 32MiB\n" in log
+    assert str(32 * MIB) in log
     json_here("resize", str(server.data_dir), "--capacity", "32MiB")
     del server.command[at : at + 2]
     server.start()

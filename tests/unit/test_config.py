@@ -77,7 +77,27 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(
     """A misspelt key in the file never passes in silence."""
     error = refusal(file=yaml_file(tmp_path, f"{misspelt}: 5\n"))
     assert misspelt in error.message
-    assert f"did you mean {nearest}?" in str(error.hint)
+    assert error.hint == f"did you mean {nearest}?"
+
+
+def test_a_name_that_is_near_to_none_is_refused_with_all(tmp_path: Path) -> None:
+    """A guess that helps nobody is not made."""
+    error = refusal(file=yaml_file(tmp_path, "zzz: 5\n"))
+    assert all(setting.name in str(error.hint) for setting in SETTINGS)
+
+
+def test_a_hint_is_one_that_the_setting_takes(tmp_path: Path) -> None:
+    """No default where there is none, no ipc:// for HTTP, no piece of the file in the error."""
+    assert "no default" in str(refusal(data_dir="").hint)
+    assert "default" in str(refusal(capacity="").hint)
+    for value in ("0.0.0.0:1", "ipc:///tmp/x"):
+        error = refusal(http=value)
+        assert "127.0.0.1:" in str(error.hint)
+        assert "ipc://" not in str(error.hint)
+    assert "ipc://" in str(refusal(listen="tcp://0.0.0.0:1").hint)
+    message = refusal(file=yaml_file(tmp_path, "capacity: [1\nfoo")).message
+    assert message.endswith("(line 2, column 4)")
+    assert "^" not in message
 
 
 @pytest.mark.parametrize(

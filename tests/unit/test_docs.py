@@ -17,7 +17,7 @@ from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.config import SETTINGS, Settings
 from lmcache_persist.config_sources import OTHER_VARIABLES
 from lmcache_persist.geometry import groups_from_sizes, plan
-from lmcache_persist.store.capacity import PageBudget
+from lmcache_persist.store.capacity import MIN_CAPACITY_BYTES, PageBudget
 
 DOCS = Path(__file__).parents[2] / "docs"
 MESSAGES = [*get_args(protocol.Request), *get_args(protocol.Reply)]
@@ -187,6 +187,12 @@ def test_the_table_of_bindings_is_what_the_rules_give() -> None:
         assert [int(number) for number in numbers] == expected, sizes
 
 
+def rows_of_sizes(text: str) -> list[list[int]]:
+    """The numbers of the table of small capacities."""
+    found = re.findall(r"\| (\d+)MiB \| (\d+) % \| (\d+) % \| (\d+) MiB \|", text)
+    return [[int(number) for number in row] for row in found]
+
+
 def test_the_sizing_page_has_the_marks_of_eviction() -> None:
     """docs/sizing.md: where eviction begins and stops, what is held back, the largest chunk."""
     text = " ".join((DOCS / "sizing.md").read_text().split())
@@ -195,6 +201,13 @@ def test_the_sizing_page_has_the_marks_of_eviction() -> None:
     assert f"begins at {begin} % and stops at {stop} %" in text
     assert f"{100 * budget.reserve / budget.total:.1f} % is held back" in text
     assert round(3 * budget.largest_chunk / budget.total) == 2  # "two thirds"
+    table = rows_of_sizes((DOCS / "sizing.md").read_text())
+    assert table[0][0] == MIN_CAPACITY_BYTES >> 20
+    for capacity, *numbers in table:
+        small = PageBudget.of(capacity << 20)
+        shares = [100 * mark // small.total for mark in (small.high, small.low)]
+        assert numbers == [*shares, small.largest_chunk * small.page_bytes >> 20]
+    assert numbers[:2] == [begin, stop]
     per_token = 2 * 8 * 128 * 2 * 32
     assert f"{per_token // 1024} KiB per token, and {256 * per_token >> 20} MiB" in text
     assert round(budget.low * budget.page_bytes / per_token / 1e6, 1) == 1.9

@@ -38,7 +38,7 @@ def test_good_endpoints(text: str, expected: Endpoint) -> None:
     [
         ("", "empty", "tcp://HOST:PORT"),
         ("   ", "empty", "tcp://HOST:PORT"),
-        ("localhost", "no port", "tcp://localhost:PORT"),
+        ("localhost", "no port", "tcp://localhost:PORT, or ipc:///"),
         ("tcp://localhost", "no port", "tcp://localhost:PORT"),
         ("tcp://localhost:", "no port", "tcp://localhost:PORT"),
         ("[::1]", "no port", r"tcp://\[::1\]:PORT"),

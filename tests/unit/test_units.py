@@ -61,6 +61,22 @@ def test_an_ambiguous_unit_is_answered_with_both_meanings() -> None:
     assert "8GB" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (1000, "1000 bytes"),
+        (256 << 20, "256MiB (268435456 bytes)"),
+        ((16 << 20) - 4096, "16380KiB (16773120 bytes)"),
+        ((1 << 30) + 1, "1.00 GiB (1073741825 bytes)"),
+        ((1 << 44) - (32 << 20), "16.00 TiB (17592152489984 bytes)"),
+    ],
+)
+def test_an_exact_size_is_readable_and_has_every_byte(num_bytes: int, shown: str) -> None:
+    """A whole number of a unit is as it is typed; what has too many digits is rounded."""
+    assert units.exact_size(num_bytes) == shown
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 8 << 30, (8 << 30) + 1, 3 << 20])
 def test_formatted_sizes_read_back_exactly(num_bytes: int) -> None:
     """What the effective settings show can be typed in again."""
