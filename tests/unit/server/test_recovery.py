@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from lmcache_persist.binding import Binding
 from lmcache_persist.cli.app import app
 from lmcache_persist.config import Settings
+from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import BindingMismatch, FormatTooNew, StoreMismatch
 from lmcache_persist.manifest import ManifestSnapshot
-from lmcache_persist.server.recovery import Decision, Found, StoreState, decide
+from lmcache_persist.server.recovery import Decision, Found, StoreState, decide, look
+from lmcache_persist.store.lmdb_disk import LmdbDisk
 
 UUID = "a" * 32
 AT = "2026-01-01T00:00:00.000000+00:00"
@@ -110,6 +113,16 @@ def test_a_lost_store_starts_empty_under_the_same_binding(state: StoreState) -> 
     assert decision.set_aside is (state is StoreState.DAMAGED)
     assert len(decision.notes) == 1
     assert "starting empty" in decision.notes[0]
+
+
+def test_a_damaged_store_still_tells_how_large_it_was(tmp_path: Path) -> None:
+    """So the empty one that takes its place is no larger, unless a capacity is set."""
+    paths = DataDir(tmp_path)
+    LmdbDisk.open(paths.store, 16 << 20).close()
+    os.truncate(paths.store / "data.mdb", 3 * 4096)
+    seen = look(paths, deep=False)
+    assert (seen.store, seen.capacity_bytes) == (StoreState.DAMAGED, 16 << 20)
+    assert AUTO.for_store(seen.capacity_bytes).capacity_bytes == 16 << 20
 
 
 FOREIGN = {
