@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.connector import ClientOptions
-from lmcache_persist.errors import ManifestError
+from lmcache_persist.errors import ChunkTooLarge, ManifestError
 from support import mounts
 from support.emulated import EmulatedEngine
 from support.files import snapshot
@@ -224,19 +224,18 @@ def test_200_objects_through_64_mib(make_server: MakeServer, seed: int) -> None:
 
 
 def test_an_object_larger_than_the_capacity_evicts_nothing(make_server: MakeServer) -> None:
-    """It is dropped and counted; what was there stays, and the log says it once."""
+    """Its engine is refused with both sizes before it stores; what was there stays."""
     server = make_server(capacity="16MiB", pool_size="96MiB").start()
     with engine_of(server) as engine:
         kept = store(engine, 1, 6)
         before = inspect(server.data_dir)["store"]["objects"]
-        with engine_of(server, 20 * MIB, name="big", changes={"weights": "big"}) as big:
-            for prompt in range(5):
-                store(big, prompt, 1)
-        found = engine.client.stats(20)
-        assert found["counters"]["dropped_chunks"] == 5
-        assert found["counters"]["disk_evictions"] == 0
+        with (
+            pytest.raises(ChunkTooLarge, match=r"takes 20492KiB .* capacity of 16MiB"),
+            engine_of(server, 20 * MIB, name="big", changes={"weights": "big"}),
+        ):
+            pass
+        assert engine.client.stats(20)["counters"]["disk_evictions"] == 0
         assert inspect(server.data_dir)["store"]["objects"] == before == 6
-    assert len([line for line in lines_of_trouble(server.log()) if "not stored" in line]) == 1
     server.kill()
     server.start()
     with engine_of(server) as engine:
