@@ -17,7 +17,7 @@ from lmcache_persist.config import DEFAULT_CAPACITY_BYTES
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import StoreDamaged
 from lmcache_persist.manifest import Manifest, ManifestSnapshot
-from lmcache_persist.server import recovery
+from lmcache_persist.server import backup_file, recovery
 from lmcache_persist.server.offline import (
     after_rebind,
     check_manifest,
@@ -47,7 +47,7 @@ def repair(data_dir: Path, *, progress: Progress | None = None) -> Iterator[Mend
 
     Raises:
         DataDirLocked: a server holds the data dir, or readers did not end in time.
-        DataDirUnusable: it is no data dir, or cannot be written.
+        DataDirUnusable: it is no data dir, is a backup, or cannot be written.
         ManifestUnreadable, StoreMismatch: nothing says what the store's bytes are; the
             hint names the verb that helps. Nothing was changed.
         SchemaTooNew, FormatTooNew: this version does not know what is right.
@@ -55,6 +55,7 @@ def repair(data_dir: Path, *, progress: Progress | None = None) -> Iterator[Mend
     """
     paths = used_data_dir(data_dir)
     with DataDirLock.acquire(data_dir):
+        backup_file.refuse_to_change(paths.root)
         refuse_if_resetting(paths)
         snapshot = read_manifest(paths)
         damage, meta, has_objects = _first_look(paths)

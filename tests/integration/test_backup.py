@@ -319,6 +319,7 @@ def test_a_restore_takes_an_empty_folder_only(root: Path, backup: Path) -> None:
     [
         ("prune", "--stale"),
         ("resize", "--capacity", "32MiB", "--yes"),
+        ("verify", "--repair"),
         ("rebind", "--chunk-size", "512", "--yes"),
         ("recover", "--yes"),
         ("serve",),
