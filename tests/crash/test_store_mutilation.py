@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_persist.errors import StoreDamaged
 from lmcache_persist.store import data_file, offline
 from lmcache_persist.store.base import Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -112,7 +113,7 @@ def test_cut_file_is_refused(directory: Path, length: int | str) -> None:
     os.truncate(directory / "data.mdb", nbytes)
     assert "data file" in start(directory)["refused"]
     assert [violation.where for violation in offline.check(directory)] == ["data file"]
-    with pytest.raises(Exception, match="damaged"):
+    with pytest.raises(StoreDamaged, match="data file"):
         LmdbDisk.open(directory, CAPACITY)
     assert (directory / "data.mdb").stat().st_size == nbytes
     data_file.set_aside(directory)
