@@ -49,7 +49,7 @@ MUTATIONS = (
         _STORE + "offline.py",
         "        lmdb_open.read_counters(txn, dbs)  # without them nothing can be written\n",
         "",
-        (_DAMAGE + "test_lost_bytes_are_lost_cache",),
+        ("tests/unit/store/test_peek_child.py::test_a_store_without_counters_is_damaged",),
     ),
     Mutation(
         "damage-at-opening-ends-the-start",

@@ -223,7 +223,7 @@ MUTATIONS = (
         _CONNECTOR + "replies.py",
         "0 <= offset <= pool_bytes - size",
         "0 <= offset",
-        ("tests/property/test_fuzz_protocol.py", _HOSTILE + "test_mutated_replies"),
+        ("tests/unit/connector/test_replies.py",),
     ),
     Mutation(
         "runs-outside-of-the-pool",

@@ -14,6 +14,7 @@ from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import StorePeek, peek
 from lmcache_persist.store.peek_child import peek_in_child
 from store_support import MIB, UUID, binding, chunk
+from support.mutilate import alter
 
 
 @pytest.fixture
@@ -33,6 +34,13 @@ def test_it_sees_what_a_look_sees(directory: Path) -> None:
     assert found is not None
     assert (found.uuid, found.stamp, found.has_objects) == (UUID, binding(), True)
     assert peek_in_child(directory / "absent") is None
+
+
+def test_a_store_without_counters_is_damaged(directory: Path) -> None:
+    """Nothing can be written to it: whoever looks first is told."""
+    alter(directory, "lost counters")
+    with pytest.raises(StoreDamaged, match="counters"):
+        peek(directory)
 
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS])
