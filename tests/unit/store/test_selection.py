@@ -74,6 +74,7 @@ def test_down_to_a_size_stops_at_it() -> None:
     assert chosen(Selection(down_to_bytes=1000), records, held_bytes=1000) == []
     assert chosen(Selection(down_to_bytes=999), records, held_bytes=1000) == [1]
     assert chosen(Selection(down_to_bytes=750), records, held_bytes=1000) == [1, 2, 3]
+    assert chosen(Selection(down_to_bytes=800), records, held_bytes=1000) == [1, 2]
     assert chosen(Selection(down_to_bytes=0), records, held_bytes=1000) == list(range(1, 11))
 
 
