@@ -6,6 +6,7 @@ registration after a rebind has a thread of its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -191,7 +192,9 @@ class WorkerSide:
         boot = self._client.boot_id if self._pins else None
         pool = self._client.pool(boot) if boot is not None else None
         if pool is not None:
-            pool.prepare(pin_host_memory)
+            # Let go meanwhile, with its server: the next one's is pinned when it is there.
+            with contextlib.suppress(LeaseError):
+                pool.prepare(pin_host_memory)
 
     # ---- steps ---------------------------------------------------------------------
 

@@ -18,7 +18,12 @@ from lmcache_persist.connector.vllm.counters import Counters
 from lmcache_persist.connector.vllm.metadata import LoadJob, SlotsOfRun, StepMetadata, StoreJob
 from lmcache_persist.connector.vllm.settings import ConnectorSettings
 from lmcache_persist.connector.vllm.worker_side import EMPTY_OBJECT_BYTES, WorkerSide
-from lmcache_persist.errors import IdentityUnknown, RegistrationError, ServerUnreachable
+from lmcache_persist.errors import (
+    IdentityUnknown,
+    LeaseError,
+    RegistrationError,
+    ServerUnreachable,
+)
 from lmcache_persist.geometry import Group, GroupKind
 from lmcache_persist.protocol import Grant, Reserved
 from support.vllm_fakes import FakeClient, binding
@@ -346,6 +351,20 @@ def test_pools_are_pinned_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     made.client.boot_id = "boot2"
     made.client.listeners[0](Change(2, "boot2", binding(CHUNK, "t1")))
     assert later.prepared.wait(10)
+    assert len(made.client.registrations) == 1
+
+
+def test_pool_that_is_let_go_meanwhile_stops_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is registered; its server's death costs the pin of a pool that is gone."""
+
+    class GonePool(FakePool):
+        def prepare(self, prepare: object) -> None:
+            raise LeaseError("pool of boot was let go")
+
+    monkeypatch.setattr(WorkerSide, "_pins", True)
+    made = Rank(monkeypatch)
+    made.client.pools["boot"] = GonePool(8)
+    made.side.register(made.caches)
     assert len(made.client.registrations) == 1
 
 
