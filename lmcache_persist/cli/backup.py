@@ -14,6 +14,7 @@ import typer
 from lmcache_persist.cli.connection import seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, by_server, holding_server
+from lmcache_persist.cli.options import AnswerTimeout, DataDir, Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.errors import (
@@ -38,15 +39,13 @@ _MANIFEST_TRIES = 20
 
 @ending
 def backup(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder to make; absent.")],
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every digest of the copy afterwards.")
     ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="For each answer of a live server.")
-    ] = "30",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout: AnswerTimeout = "30",
+    json_output: Json = False,
 ) -> int:
     """Copy manifest and store into a new folder, from which restore makes a data dir.
 

@@ -14,6 +14,7 @@ from lmcache_persist.cli.connection import connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.negotiate import parse_groups
+from lmcache_persist.cli.options import AnswerTimeout, Json, ServedDir, Server
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.errors import ConfigError, PersistError, Unbound
@@ -31,15 +32,11 @@ _MAX_SHARE = 0.9
 
 @ending
 def bench(
-    data_dir: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
-    ] = None,
+    data_dir: ServedDir = None,
+    server: Server = None,
     chunks: Annotated[str, typer.Option(metavar="N", help="Chunks to store and load.")] = "64",
     object_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of one chunk of one group.")
+        str, typer.Option(metavar="SIZE", help="Bytes of one chunk of one group.")
     ] = "1MiB",
     groups: Annotated[
         str | None,
@@ -53,8 +50,8 @@ def bench(
     evict: Annotated[
         bool, typer.Option("--evict", help="Also if others' objects may have to go.")
     ] = False,
-    timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For each answer.")] = "30",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout: AnswerTimeout = "30",
+    json_output: Json = False,
 ) -> int:
     """Store, look up and load through a running server, and compare every byte.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending
 
 
@@ -16,9 +17,11 @@ def demo(
     ] = "llama",
     block_size: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", help="Of the Llama's engine; a multiple of 32. [544]"),
+        typer.Option(
+            metavar="TOKENS", help="Of the Llama's engine; a multiple of 32. [default: 544]"
+        ),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> int:
     """Run a tiny model cold, kill engine and server, run it warm, compare the tokens.
 

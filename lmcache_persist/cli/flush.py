@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
-
-import typer
 
 from lmcache_persist.cli.connection import connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import endpoint_of
+from lmcache_persist.cli.options import Json, ServedDir, Server, VerbTimeout
 from lmcache_persist.cli.output import ending, write, write_json
 
 
 @ending
 def flush(
-    data_dir: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
-    ] = None,
-    timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For the whole verb.")] = "60",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_dir: ServedDir = None,
+    server: Server = None,
+    timeout: VerbTimeout = "60",
+    json_output: Json = False,
 ) -> int:
     """Return when everything that was committed before is on disk.
 

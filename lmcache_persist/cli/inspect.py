@@ -10,6 +10,7 @@ import typer
 from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.cli.live import absolute, holding_server
+from lmcache_persist.cli.options import AnswerTimeout, DataDir, Json
 from lmcache_persist.cli.output import ending, plain, say, say_error, write_json
 from lmcache_persist.errors import (
     ConfigError,
@@ -31,7 +32,7 @@ _KEY_BYTES = 64
 
 @ending
 def inspect(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     models: Annotated[
         bool,
         typer.Option(
@@ -53,10 +54,8 @@ def inspect(
     limit: Annotated[
         int, typer.Option(metavar="N", help="With --objects: so many at most, whole chunks.")
     ] = DEFAULT_LIMIT,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="For a live server's answer.")
-    ] = "5",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout: AnswerTimeout = "5",
+    json_output: Json = False,
 ) -> int:
     """Show what a data dir holds and how it came about. Changes nothing.
 

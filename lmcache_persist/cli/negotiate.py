@@ -9,6 +9,7 @@ import typer
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.cli.live import endpoint_of
+from lmcache_persist.cli.options import DryRun, Json, ServedDir, Server, VerbTimeout
 from lmcache_persist.cli.output import (
     ending,
     error_document,
@@ -52,22 +53,15 @@ def negotiate(
     groups: Annotated[
         str, typer.Option(metavar="N,N,...", help="tokens_per_block of each group, 0 for scratch.")
     ],
-    data_dir: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
-    ] = None,
+    data_dir: ServedDir = None,
+    server: Server = None,
     base: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Wished for. [default: the server's]")
+        str | None,
+        typer.Option(metavar="TOKENS", help="Chunk size wished for. [default: the server's]"),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Ask what would come of it; bind nothing.")
-    ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="For the whole verb.")
-    ] = DEFAULT_TIMEOUT,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dry_run: DryRun = False,
+    timeout: VerbTimeout = DEFAULT_TIMEOUT,
+    json_output: Json = False,
 ) -> int:
     """Bind a server to a chunk size that fits these groups, or ask whether it fits.
 

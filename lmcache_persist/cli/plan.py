@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.options import Json, MaxChunkSize
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.errors import ConfigError, NoCacheableGroup
 from lmcache_persist.geometry import (
@@ -45,17 +46,15 @@ def plan(
     sizes: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TOKENS_PER_BLOCK...",
+            metavar="TOKENS_PER_BLOCK",
             help="One number per KV cache group; 0 for a group that takes no part.",
         ),
     ] = None,
     base: Annotated[str, typer.Option(metavar="TOKENS", help="The chunk size wished for.")] = str(
         DEFAULT_BASE_CHUNK_SIZE
     ),
-    max_chunk_size: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Refuse larger ones.")
-    ] = str(DEFAULT_MAX_CHUNK_SIZE),
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    max_chunk_size: MaxChunkSize = str(DEFAULT_MAX_CHUNK_SIZE),
+    json_output: Json = False,
 ) -> int:
     """Print the chunk size that a geometry would be bound to. Needs no server.
 

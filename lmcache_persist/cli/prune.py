@@ -14,6 +14,7 @@ from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.inspect import ask_server
 from lmcache_persist.cli.live import absolute, by_server, holding_server
+from lmcache_persist.cli.options import AnswerTimeout, DataDir, DryRun, Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.ticker import Ticker
 from lmcache_persist.errors import ConfigError, DataDirLocked, MalformedMessage, PersistError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @ending
 def prune(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Chunks of the model of this name.")
     ] = None,
@@ -39,15 +40,12 @@ def prune(
         str | None, typer.Option(metavar="AGE", help="Not used since: 90min, 12h, 7d.")
     ] = None,
     down_to: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Until what is meant takes no more.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Until what is meant takes no more than that, as 10GiB."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be pruned.")
-    ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="For each answer of a live server.")
-    ] = "30",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dry_run: DryRun = False,
+    timeout: AnswerTimeout = "30",
+    json_output: Json = False,
 ) -> int:
     """Remove stored chunks, the least recently used first. Selectors combine: all must mean it.
 

@@ -9,6 +9,7 @@ import typer
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
+from lmcache_persist.cli.options import DataDir, Json, MaxChunkSize, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
@@ -16,13 +17,11 @@ from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
 
 @ending
 def rebind(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     chunk_size: Annotated[str, typer.Option(metavar="N", help="Tokens of a chunk from now on.")],
-    max_chunk_size: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Refuse larger ones.")
-    ] = str(DEFAULT_MAX_CHUNK_SIZE),
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    max_chunk_size: MaxChunkSize = str(DEFAULT_MAX_CHUNK_SIZE),
+    yes: Yes = False,
+    json_output: Json = False,
 ) -> int:
     """Bind a data dir to another chunk size, while no server runs. Asks first.
 

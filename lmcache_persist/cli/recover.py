@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
+from lmcache_persist.cli.options import DataDir, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 
 
 @ending
 def recover(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_dir: DataDir,
+    yes: Yes = False,
+    json_output: Json = False,
 ) -> int:
     """Make a manifest anew that is absent, unreadable or unbound, while no server runs.
 

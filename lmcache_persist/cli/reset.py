@@ -12,18 +12,19 @@ import typer
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
+from lmcache_persist.cli.options import DataDir, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.shm import DEFAULT_POOL_DIR
 
 
 @ending
 def reset(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     pool_dir: Annotated[
         str, typer.Option(metavar="DIR", help="Where a killed server's pool may be left.")
     ] = DEFAULT_POOL_DIR,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    yes: Yes = False,
+    json_output: Json = False,
 ) -> int:
     """Throw away manifest and store of a data dir, while no server runs. Asks first.
 

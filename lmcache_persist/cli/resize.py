@@ -9,6 +9,7 @@ import typer
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
+from lmcache_persist.cli.options import DataDir, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.units import approximate_size, format_size, parse_size
@@ -16,10 +17,12 @@ from lmcache_persist.units import approximate_size, format_size, parse_size
 
 @ending
 def resize(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
-    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Of the store from now on.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_dir: DataDir,
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the store from now on, as 64GiB.")
+    ],
+    yes: Yes = False,
+    json_output: Json = False,
 ) -> int:
     """Give the store another capacity, while no server runs. Asks if that throws objects away.
 

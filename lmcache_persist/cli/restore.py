@@ -8,6 +8,7 @@ import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
+from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.units import format_size, parse_size
@@ -18,12 +19,13 @@ def restore(
     source: Annotated[str, typer.Argument(metavar="BACKUP", help="What backup made.")],
     data_dir: Annotated[str, typer.Argument(metavar="DIR", help="Absent, or empty.")],
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of the store. [default: as it was]")
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the store, as 64GiB. [default: as it was]"),
     ] = None,
     new_id: Annotated[
         bool, typer.Option("--new-id", help="For a second server beside the first.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> int:
     """Make a data dir from a backup. Every digest is checked on the way.
 

@@ -14,20 +14,24 @@ Text = str | None
 @ending
 def serve(
     data_dir: Annotated[
-        Text, typer.Option(metavar="DIR", help="Folder of manifest and store; made if absent.")
+        Text,
+        typer.Option(metavar="DIR", help="Folder of manifest and store; made if absent. Needed."),
     ] = None,
-    config: Annotated[Text, typer.Option(metavar="FILE", help="YAML file with settings.")] = None,
+    config: Annotated[
+        Text, typer.Option(metavar="FILE", help="YAML file with settings. [default: none]")
+    ] = None,
     chunk_size: Annotated[
         Text, typer.Option(metavar="auto|N", help="Tokens of a chunk. [default: auto]")
     ] = None,
     chunk_size_from: Annotated[
-        Text, typer.Option(metavar="URL", help="Take a running server's.")
+        Text, typer.Option(metavar="URL", help="Take that of another server. [default: none]")
     ] = None,
     base_chunk_size: Annotated[
-        Text, typer.Option(metavar="TOKENS", help="Wished for in auto mode. [default: 256]")
+        Text,
+        typer.Option(metavar="TOKENS", help="Chunk size wished for in auto mode. [default: 256]"),
     ] = None,
     max_chunk_size: Annotated[
-        Text, typer.Option(metavar="TOKENS", help="Refuse larger ones. [default: 16384]")
+        Text, typer.Option(metavar="TOKENS", help="Refuse a larger chunk size. [default: 16384]")
     ] = None,
     capacity: Annotated[
         Text,
@@ -40,30 +44,40 @@ def serve(
         Text, typer.Option(metavar="DIR", help="For the pool. [default: /dev/shm]")
     ] = None,
     listen: Annotated[
-        Text, typer.Option(metavar="URL", help="[default: ipc://DIR/server.sock]")
+        Text,
+        typer.Option(metavar="URL", help="Endpoint for engines. [default: ipc://DIR/server.sock]"),
     ] = None,
     http: Annotated[
         Text, typer.Option(metavar="HOST:PORT", help="Metrics and health. [default: none]")
     ] = None,
     group: Annotated[
-        Text, typer.Option(metavar="NAME", help="May connect, beside the owner. [default: none]")
+        Text,
+        typer.Option(
+            metavar="NAME", help="Group that may connect, beside the owner. [default: none]"
+        ),
     ] = None,
     durability: Annotated[
         Text, typer.Option(metavar="sync|relaxed", help="relaxed may lose all. [default: sync]")
     ] = None,
     allow_network_fs: Annotated[
         bool | None,
-        typer.Option("--allow-network-fs/--no-allow-network-fs", help="Accept NFS and the like."),
+        typer.Option(
+            "--allow-network-fs/--no-allow-network-fs",
+            help="Accept NFS and the like. [default: no]",
+        ),
     ] = None,
     allow_remote: Annotated[
         bool | None,
-        typer.Option("--allow-remote/--no-allow-remote", help="Listen beyond this machine."),
+        typer.Option(
+            "--allow-remote/--no-allow-remote", help="Listen beyond this machine. [default: no]"
+        ),
     ] = None,
     pool_wait: Annotated[
-        Text, typer.Option(metavar="SECONDS", help="For memory at start. [default: 30]")
+        Text,
+        typer.Option(metavar="SECONDS", help="A start waits so long for memory. [default: 30]"),
     ] = None,
     shutdown_timeout: Annotated[
-        Text, typer.Option(metavar="SECONDS", help="Flush so long at the end. [default: 10]")
+        Text, typer.Option(metavar="SECONDS", help="A stop flushes so long. [default: 10]")
     ] = None,
     log_level: Annotated[
         Text, typer.Option(metavar="LEVEL", help="debug, info, warning, error. [default: info]")

@@ -15,6 +15,7 @@ import typer
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import endpoint_of
+from lmcache_persist.cli.options import FirstTimeout, JsonLines, ServedDir, Server
 from lmcache_persist.cli.output import ending, error_document, write, write_line
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.cli.rates import compare
@@ -30,25 +31,17 @@ MIN_ANSWER_S = 1.0
 
 @ending
 def top(
-    data_dir: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="A server's data dir.")
-    ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Endpoint of the server, instead of DIR.")
-    ] = None,
+    data_dir: ServedDir = None,
+    server: Server = None,
     interval: Annotated[str, typer.Option(metavar="SECONDS", help="Between two looks.")] = "2",
     count: Annotated[
-        str | None, typer.Option(metavar="N", help="End after so many. [default: never]")
+        str | None, typer.Option(metavar="N", help="End after so many intervals. [default: never]")
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="One interval, then end; as --count 1.")
     ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="To find the server at first.")
-    ] = DEFAULT_TIMEOUT,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document per line and interval.")
-    ] = False,
+    timeout: FirstTimeout = DEFAULT_TIMEOUT,
+    json_output: JsonLines = False,
 ) -> int:
     """Show live what a server does: hit rate, bytes in and out, leases, queues, engines.
 

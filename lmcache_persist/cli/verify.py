@@ -13,6 +13,7 @@ import typer
 from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, by_server, holding_server
+from lmcache_persist.cli.options import AnswerTimeout, DataDir, Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.progress import ProgressLine
 from lmcache_persist.errors import DataDirLocked, MalformedMessage
@@ -32,15 +33,13 @@ Found = dict[str, Any]
 
 @ending
 def verify(
-    data_dir: Annotated[str, typer.Argument(metavar="DIR", help="A server's data dir.")],
+    data_dir: DataDir,
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Drop what is bad, put counters, totals and order right."),
     ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="SECONDS", help="For each answer of a live server.")
-    ] = "30",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout: AnswerTimeout = "30",
+    json_output: Json = False,
 ) -> int:
     """Check every digest, record, key, total and cross-reference.
 
