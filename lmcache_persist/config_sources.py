@@ -31,11 +31,18 @@ def variable_of(name: str) -> str:
 
 def unknown_name(what: str, name: str, valid: Sequence[str], where: str = "") -> ConfigError:
     """The refusal of a name, with the nearest valid one, or all if none is near."""
-    nearest = difflib.get_close_matches(name, valid, n=1)
-    return ConfigError(
-        f"{what} {name!r}{where} is unknown",
-        hint=f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(valid)}",
-    )
+    return ConfigError(f"{what} {name!r}{where} is unknown", hint=suggestion(name, valid))
+
+
+def suggestion(name: str, valid: Sequence[str]) -> str:
+    """What to say to a name that is none: the nearest valid one, or all if none is near."""
+    folded = {one.casefold(): one for one in valid}  # a name in the wrong case is near
+    typed = name.casefold()
+    nearest = difflib.get_close_matches(typed, folded, n=1)
+    begun = [one for one in folded if len(typed) > 2 and one.startswith(typed)]
+    if not nearest and len(begun) == 1:
+        nearest = begun
+    return f"did you mean {folded[nearest[0]]}?" if nearest else f"there are: {', '.join(valid)}"
 
 
 def read_flags(flags: Mapping[str, str | bool | None], names: Sequence[str]) -> Given:

@@ -4,6 +4,7 @@ The tree (``code`` in parentheses travels on the wire and never changes its mean
 
     PersistError
     +-- ConfigError (config)
+    |   +-- UsageError (usage)
     +-- GeometryError (geometry)
     |   +-- InvalidTokensPerBlock (invalid_tokens_per_block)
     |   +-- NoCacheableGroup (no_cacheable_group)
@@ -81,6 +82,12 @@ class ConfigError(PersistError):
     """A setting is unknown, missing or out of range."""
 
     code = "config"
+
+
+class UsageError(ConfigError):
+    """A verb of the command line is called with words that do not fit it."""
+
+    code = "usage"
 
 
 class GeometryError(PersistError):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from lmcache_persist import __version__
+from lmcache_persist.cli.about import COMPLETE_VARIABLE, PROGRAM, completion, help_, version
 from lmcache_persist.cli.backup import backup
 from lmcache_persist.cli.bench import bench
 from lmcache_persist.cli.demo import demo
@@ -20,7 +21,13 @@ from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.flush import flush
 from lmcache_persist.cli.inspect import inspect
 from lmcache_persist.cli.negotiate import negotiate
-from lmcache_persist.cli.output import finish, open_closed_streams, output_failure, say_error, write
+from lmcache_persist.cli.output import (
+    finish,
+    open_closed_streams,
+    output_failure,
+    refused,
+    say_error,
+)
 from lmcache_persist.cli.plan import plan
 from lmcache_persist.cli.prune import prune
 from lmcache_persist.cli.rebind import rebind
@@ -30,50 +37,63 @@ from lmcache_persist.cli.resize import resize
 from lmcache_persist.cli.restore import restore
 from lmcache_persist.cli.serve import serve
 from lmcache_persist.cli.top import top
+from lmcache_persist.cli.usage import Program, Verb, VerbOfNumbers, wants_json
 from lmcache_persist.cli.verify import verify
-from lmcache_persist.errors import OutputFailed
+from lmcache_persist.errors import OutputFailed, UsageError
+
+ABOUT = """A cache server that keeps an LLM engine's KV cache on disk, across every restart.
+
+Every verb explains itself: lmcache-persist VERB --help.
+
+Example: lmcache-persist serve --data-dir /var/lib/kv --capacity 64GiB
+"""
 
 app = typer.Typer(
     name="lmcache-persist",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Program,
+    add_completion=False,  # its options write into dot files; see the verb completion
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="A cache server that keeps an LLM engine's KV cache on disk, across every restart.",
+    help=ABOUT,
 )
 
-app.command()(serve)
-# Negative numbers are arguments to refuse, not options.
-app.command(context_settings={"ignore_unknown_options": True})(plan)
-app.command()(negotiate)
-app.command()(flush)
-app.command()(inspect)
-app.command()(verify)
-app.command()(prune)
-app.command()(backup)
-app.command()(restore)
-app.command()(resize)
-app.command()(rebind)
-app.command()(recover)
-app.command()(reset)
-app.command()(top)
-app.command()(bench)
-app.command()(demo)
+app.command(cls=Verb)(serve)
+app.command(cls=VerbOfNumbers)(plan)
+app.command(cls=Verb)(negotiate)
+app.command(cls=Verb)(flush)
+app.command(cls=Verb)(inspect)
+app.command(cls=Verb)(verify)
+app.command(cls=Verb)(prune)
+app.command(cls=Verb)(backup)
+app.command(cls=Verb)(restore)
+app.command(cls=Verb)(resize)
+app.command(cls=Verb)(rebind)
+app.command(cls=Verb)(recover)
+app.command(cls=Verb)(reset)
+app.command(cls=Verb)(top)
+app.command(cls=Verb)(bench)
+app.command(cls=Verb)(demo)
+app.command(cls=Verb)(completion)
+app.command(cls=Verb)(version)
+app.command("help", cls=Verb)(help_)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        write(f"lmcache-persist {__version__}")
-        raise typer.Exit(finish(0))
+        version()
 
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    wants_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    del version
+    del wants_version
 
 
 def main(args: list[str] | None = None) -> int:
@@ -92,8 +112,15 @@ def main(args: list[str] | None = None) -> int:
             with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="backslashreplace")
     stdout = sys.stdout
+    if COMPLETE_VARIABLE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
     try:
-        app(args=args, prog_name="lmcache-persist")
+        app(args=args, prog_name=PROGRAM)
+    except UsageError as error:
+        words = sys.argv[1:] if args is None else args
+        return finish(refused(error, as_json=wants_json(words)))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
         if sys.stdout is not stdout:

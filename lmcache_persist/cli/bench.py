@@ -61,7 +61,7 @@ def bench(
 
     Example: lmcache-persist bench --server ipc:///var/lib/kv/server.sock
 
-    Example: lmcache-persist bench --server URL --groups 544,64 --chunks 512 --json
+    Example: lmcache-persist bench /var/lib/kv --groups 544,64 --chunks 512
     """
     wanted = parse_groups(groups) if groups is not None else None
     number, nbytes, limit = positive("chunks", chunks), parse_size(object_size), seconds(timeout)

@@ -8,6 +8,7 @@ import typer
 
 from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending
+from lmcache_persist.cli.plan import positive
 
 
 @ending
@@ -16,7 +17,7 @@ def demo(
         str, typer.Option(metavar="NAME", help="llama, or hybrid (states and full attention).")
     ] = "llama",
     block_size: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="TOKENS", help="Of the Llama's engine; a multiple of 32. [default: 544]"
         ),
@@ -31,4 +32,5 @@ def demo(
     """
     from lmcache_persist.demo import run
 
-    return run(model=model, block_size=block_size, json_output=json_output)
+    tokens = None if block_size is None else positive("block-size", block_size)
+    return run(model=model, block_size=tokens, json_output=json_output)

@@ -12,6 +12,7 @@ from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.cli.live import absolute, holding_server
 from lmcache_persist.cli.options import AnswerTimeout, DataDir, Json
 from lmcache_persist.cli.output import ending, plain, say, say_error, write_json
+from lmcache_persist.cli.plan import positive
 from lmcache_persist.errors import (
     ConfigError,
     DataDirLocked,
@@ -52,8 +53,8 @@ def inspect(
         str, typer.Option(metavar="KEY", help="With --objects: the page after this key.")
     ] = "",
     limit: Annotated[
-        int, typer.Option(metavar="N", help="With --objects: so many at most, whole chunks.")
-    ] = DEFAULT_LIMIT,
+        str, typer.Option(metavar="N", help="With --objects: so many at most, whole chunks.")
+    ] = str(DEFAULT_LIMIT),
     timeout: AnswerTimeout = "5",
     json_output: Json = False,
 ) -> int:
@@ -65,7 +66,7 @@ def inspect(
 
     Example: lmcache-persist inspect /var/lib/kv --json
 
-    Example: lmcache-persist inspect /var/lib/kv --objects --model Qwen/Qwen3-8B --limit 20
+    Example: lmcache-persist inspect /var/lib/kv --objects --limit 20
     """
     from lmcache_persist.server.looking import Wish
 
@@ -88,8 +89,9 @@ def inspect(
     return exit_code_of(problem)
 
 
-def _checked_limit(limit: int) -> int:
-    if not 1 <= limit <= MAX_LIMIT:
+def _checked_limit(text: str) -> int:
+    limit = positive("limit", text)
+    if limit > MAX_LIMIT:
         raise ConfigError(
             f"--limit is {limit}, expected 1 to {MAX_LIMIT}", hint="page with --after"
         )

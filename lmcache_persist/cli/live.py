@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_persist.cli.connection import connected
 from lmcache_persist.datadir import DataDir, Holder, read_holder
-from lmcache_persist.errors import ConfigError, DataDirLocked, ServerUnreachable
+from lmcache_persist.errors import ConfigError, DataDirLocked, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
@@ -50,15 +50,14 @@ def endpoint_of(data_dir: str | None, server: str | None) -> tuple[str, Path | N
     """The endpoint for a verb that takes DIR or ``--server``, and DIR if it is known.
 
     Raises:
-        ConfigError: neither or both are given.
+        UsageError: neither or both are given.
         DataDirUnusable: DIR is none.
         ServerUnreachable: no server has said where it listens.
     """
     if (data_dir is None) == (server is None):
-        raise ConfigError(
+        raise UsageError(
             f"{'neither' if server is None else 'both'} of DIR and --server are given, expected"
-            " one",
-            hint="for example /var/lib/kv, or --server ipc:///var/lib/kv/server.sock",
+            " one, such as /var/lib/kv, or --server ipc:///var/lib/kv/server.sock"
         )
     if data_dir is None:
         return str(server), None

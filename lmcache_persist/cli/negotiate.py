@@ -11,6 +11,7 @@ from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.options import DryRun, Json, ServedDir, Server, VerbTimeout
 from lmcache_persist.cli.output import (
+    add_help_hint,
     ending,
     error_document,
     plain,
@@ -67,7 +68,7 @@ def negotiate(
 
     Exit code 0: bound or compatible; 3: refused; 4: no server.
 
-    Example: lmcache-persist negotiate --server ipc:///var/lib/kv/server.sock --groups 640,0,640
+    Example: lmcache-persist negotiate /var/lib/kv --groups 640,0,640
     """
     result: dict[str, Any] = {"outcome": None, "binding": None, "error": None}
     code = ExitCode.OK
@@ -95,6 +96,7 @@ def negotiate(
                 for warning in outcome.warnings:
                     say(f"warning: {plain(warning)}")
     except PersistError as error:
+        add_help_hint(error, "negotiate")
         code = exit_code_of(error)
         refused = isinstance(error, GeometryError)
         result.update(outcome="refused" if refused else None, error=error_document(error))

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec
 import typer
 
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
-from lmcache_persist.errors import OutputFailed, PersistError
+from lmcache_persist.errors import ConfigError, OutputFailed, PersistError
 from lmcache_persist.posix import discard_output
 from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
 
@@ -123,10 +123,30 @@ def say_error(error: PersistError) -> None:
         say(f"hint: {plain(error.hint)}")
 
 
+def help_hint(verb: str = "") -> str:
+    """The hint that names the help of a verb, or of the program."""
+    return f"see lmcache-persist {verb} --help" if verb else "see lmcache-persist --help"
+
+
+def add_help_hint(error: PersistError, verb: str) -> None:
+    """Give input that is refused without a hint the verb's help as one."""
+    if isinstance(error, ConfigError) and not error.hint:
+        error.hint = help_hint(verb)
+
+
+def refused(error: PersistError, *, as_json: bool) -> int:
+    """Say the error that ends a verb, with ``as_json`` also as a document; its exit code."""
+    say_error(error)
+    if as_json:
+        _write_last({"error": error_document(error)})
+    return exit_code_of(error)
+
+
 def ending(verb: Callable[P, int]) -> Callable[P, None]:
     """Make a verb's result, or the error that ends it, its exit code. No tracebacks.
 
-    With ``--json`` (the parameter ``json_output``) an error is also a document on stdout.
+    With ``--json`` (the parameter ``json_output``) an error is also a document on stdout. A
+    value that is refused without a hint has the verb's help as one.
     """
 
     @functools.wraps(verb)
@@ -134,10 +154,8 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
         try:
             code = int(verb(*args, **kwargs))
         except PersistError as error:
-            say_error(error)
-            if kwargs.get("json_output"):
-                _write_last({"error": error_document(error)})
-            code = exit_code_of(error)
+            add_help_hint(error, verb.__name__.rstrip("_"))
+            code = refused(error, as_json=bool(kwargs.get("json_output")))
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
         except BrokenPipeError:

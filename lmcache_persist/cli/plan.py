@@ -28,17 +28,8 @@ def integer_or_text(text: str) -> int | str:
 
 
 def split_sizes(items: list[str]) -> list[int | str]:
-    """The numbers of ``640 0 640``, ``640,0,640`` or a mix.
-
-    Raises:
-        ConfigError: one looks like an option.
-    """
-    sizes: list[int | str] = []
-    for item in items:
-        if item.startswith("--"):
-            raise ConfigError(f"option {item!r} is unknown", hint="see lmcache-persist plan --help")
-        sizes.extend(integer_or_text(part.strip()) for part in item.split(","))
-    return sizes
+    """The numbers of ``640 0 640``, ``640,0,640`` or a mix."""
+    return [integer_or_text(part.strip()) for item in items for part in item.split(",")]
 
 
 @ending

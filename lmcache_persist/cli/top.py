@@ -51,7 +51,7 @@ def top(
 
     Example: lmcache-persist top /var/lib/kv
 
-    Example: lmcache-persist top --server ipc:///var/lib/kv/server.sock --once --json
+    Example: lmcache-persist top --server ipc:///var/lib/kv/server.sock --once
     """
     interval_s = seconds(interval, "--interval")
     if interval_s < MIN_INTERVAL_S:

@@ -9,10 +9,32 @@ _HTTP = "tests/integration/test_http.py::"
 _METRICS = "tests/unit/connector_vllm/test_metrics.py::"
 _REFUSALS = "tests/integration/test_refusals.py::"
 _CONNECTION = "tests/unit/cli/test_connection.py::"
+_USAGE = "tests/unit/cli/test_usage.py::"
 _UNREACHABLE = "tests/unit/connector/test_unreachable.py::"
 _WATCH = "tests/integration/test_cli_watch.py::"
 
 MUTATIONS = (
+    Mutation(
+        "a-misspelt-option-is-a-number",
+        "lmcache_persist/cli/usage.py",
+        '        odd = len(word) > 1 and word.startswith("-") and name not in known\n',
+        "        odd = False\n",
+        (_USAGE + "test_an_option_of_plan_is_never_taken_for_a_number",),
+    ),
+    Mutation(
+        "words-too-many-are-passed-over",
+        "lmcache_persist/cli/usage.py",
+        "        if rest and not ctx.resilient_parsing:\n",
+        "        if False:\n",
+        (_USAGE + "test_a_word_too_many_is_named_with_what_fits",),
+    ),
+    Mutation(
+        "a-refused-call-has-no-document",
+        "lmcache_persist/cli/app.py",
+        "as_json=wants_json(words)",
+        "as_json=False",
+        (_USAGE + "test_a_refusal_is_a_document_with_json",),
+    ),
     Mutation(
         "a-second-server-beside-a-hung-one",
         "lmcache_persist/cli/connection.py",

@@ -17,7 +17,7 @@ def parse_verb(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
         argv: without the program's name.
 
     Raises:
-        ClickException: an unknown verb or flag, or one that is missing.
+        UsageError: an unknown verb or flag, or one that is missing.
     """
     group = typer.main.get_command(app)
     with group.make_context("lmcache-persist", list(argv), resilient_parsing=False) as context:

@@ -122,7 +122,8 @@ def test_neither_folder_nor_server_has_an_example() -> None:
     """What to write is shown."""
     code, _, err = quiet("flush")
     assert code == 2
-    assert "\nhint: for example /var/lib/kv, or --server " in err
+    assert "expected one, such as /var/lib/kv, or --server " in err
+    assert err.endswith("[usage]\nhint: see lmcache-persist flush --help\n")
 
 
 @pytest.mark.parametrize("name", ["absent", "foreign"])

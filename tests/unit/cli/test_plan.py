@@ -61,7 +61,7 @@ def test_a_geometry_gets_its_alignment_and_chunk_size(
         (["640", "--base", "0"], "config", "--base"),
         (["640", "--base", "16.5"], "config", "--base"),
         (["640", "--max-chunk-size", "-1"], "config", "--max-chunk-size"),
-        (["640", "--bsae", "1"], "config", "--bsae"),
+        (["640", "--bsae", "1"], "usage", "--bsae"),
         (["16"] * 65, "unsupported_group", "65 groups"),
     ],
 )
