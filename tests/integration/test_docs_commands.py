@@ -315,8 +315,10 @@ def test_no_command_hides_where_it_is_not_run(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_verbs_and_flags_in_the_text_exist(page: Path) -> None:
     """What is said in passing is right, too."""
-    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    program = typer.main.get_command(app)
+    verbs = program.commands  # type: ignore[attr-defined]
     flags = {verb: flags_of(command) for verb, command in verbs.items()}
+    flags["of the program"] = flags_of(program)
     for span in code_spans(page):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)
         words = span.split()
