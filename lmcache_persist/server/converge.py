@@ -74,10 +74,11 @@ class Converger:
         self._ask()
 
     def stats(self) -> dict[str, Any]:
-        """For ``stats``: what is known of the first server."""
+        """For ``stats``: what is known of the first server. Threads: any."""
+        seen = self._seen
         return {
             "endpoint": self._upstream.url,
-            "chunk_size": self._seen.chunk_size if self._seen else None,
+            "chunk_size": seen.chunk_size if seen else None,
             "agrees": self._agrees,
             "trouble": self._trouble or None,
         }
@@ -93,15 +94,21 @@ class Converger:
     def _heard(self, done: Future[Seen]) -> None:
         if done.cancelled():
             return  # this server stops
+        seen: Seen | None = None
         try:
-            self._seen = done.result()
+            seen = done.result()
+            self._judge(seen)
         except PersistError as error:
-            self._seen = None
             self._say(error.message)
-        else:
-            self._judge(self._seen)
-        delay_s = ASK_S if self._state.binding is None else COMPARE_S
-        self._state.timers.call_in(delay_s, self._ask)
+        except Exception as error:
+            # A defect of ours; the loop counts and logs it with its trace.
+            self._say(f"server {self._upstream.url} cannot be compared with: {error!r}")
+            raise
+        finally:
+            # Whatever came of it: one bad answer must not be the end of all questions.
+            self._seen = seen
+            delay_s = ASK_S if self._state.binding is None else COMPARE_S
+            self._state.timers.call_in(delay_s, self._ask)
 
     def _judge(self, seen: Seen) -> None:
         binding = self._state.binding

@@ -238,6 +238,13 @@ MUTATIONS = (
         (CONVERGE + "test_a_bind_at_the_first_reaches_the_second",),
     ),
     Mutation(
+        "one-bad-answer-ends-the-questions",
+        "lmcache_persist/server/converge.py",
+        "        finally:\n            # Whatever",
+        "        else:\n            # Whatever",
+        ("tests/unit/server/test_converge.py::test_no_error_is_the_last_question",),
+    ),
+    Mutation(
         "disagreement-starts",
         "lmcache_persist/server/converge.py",
         "    raise disagreement(upstream, seen, binding)\n",
