@@ -20,7 +20,12 @@ def slot_bytes(object_bytes: int) -> int:
 class SlotAllocator:
     """Hands out byte ranges of ``[0, size_bytes)``.
 
-    Threads: one (the server's loop).
+    Attributes:
+        free_bytes: in all free runs.
+        largest_free_bytes: of the longest free run: the largest slot that needs no eviction.
+
+    Threads: one (the server's loop); the two numbers any: they are as before or after a call,
+        never of a moment within it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -31,8 +36,8 @@ class SlotAllocator:
         self._by_size: list[tuple[int, int]] = []
         self._start_size: dict[int, int] = {}
         self._end_start: dict[int, int] = {}
-        self.free_bytes = 0
         self._add_free(0, self.size_bytes)
+        self.free_bytes = self.largest_free_bytes = self.size_bytes
 
     def allocate(self, object_bytes: int) -> int | None:
         """Offset of a slot for ``object_bytes``, or None if no free run is long enough."""
@@ -47,12 +52,8 @@ class SlotAllocator:
         if size > need:
             self._add_free(start + need, size - need)
         self._used[start] = need
+        self._publish(-need)
         return start
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """Bytes of the longest free run: the largest slot that needs no eviction."""
-        return self._by_size[-1][0] if self._by_size else 0
 
     def free(self, offset: int) -> None:
         """Take a slot back. ``ValueError`` for an offset that is not handed out."""
@@ -69,15 +70,18 @@ class SlotAllocator:
             self._remove_free(end, after_size)
             end += after_size
         self._add_free(start, end - start)
+        self._publish(size)
+
+    def _publish(self, freed_bytes: int) -> None:
+        self.free_bytes += freed_bytes
+        self.largest_free_bytes = self._by_size[-1][0] if self._by_size else 0
 
     def _add_free(self, start: int, size: int) -> None:
         insort(self._by_size, (size, start))
         self._start_size[start] = size
         self._end_start[start + size] = start
-        self.free_bytes += size
 
     def _remove_free(self, start: int, size: int) -> None:
         del self._by_size[bisect_left(self._by_size, (size, start))]
         del self._start_size[start]
         del self._end_start[start + size]
-        self.free_bytes -= size

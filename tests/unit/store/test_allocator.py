@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -42,6 +45,36 @@ def test_slots_never_overlap_and_come_back_whole(seed: int) -> None:
     for offset in held:
         allocator.free(offset)
     assert allocator.allocate(allocator.size_bytes) == 0
+
+
+def test_other_threads_see_no_moment_within_a_call() -> None:
+    """Between any two lines of a call the numbers are those of before or after it."""
+    allocator = SlotAllocator(4 * SLOT_ALIGNMENT)
+    seen: list[tuple[int, int]] = []
+
+    def look(frame: FrameType, event: str, arg: Any) -> Any:
+        seen.append((allocator.free_bytes, allocator.largest_free_bytes))
+        return look
+
+    def watched(size: int) -> None:
+        """Take the one free run in part or as a whole, and give it back."""
+        offset = allocator.allocate(size)
+        assert offset is not None
+        allocator.free(offset)
+
+    before = sys.gettrace()
+    for pages in (1, 4):
+        sys.settrace(look)
+        try:
+            watched(pages * SLOT_ALIGNMENT)
+        finally:
+            sys.settrace(before)
+    pages_seen = [(free // SLOT_ALIGNMENT, most // SLOT_ALIGNMENT) for free, most in seen]
+    assert len(pages_seen) > 40
+    assert {free for free, _ in pages_seen} == {0, 3, 4}
+    assert {most for _, most in pages_seen} == {0, 3, 4}
+    first_half = pages_seen[: [free for free, _ in pages_seen].index(0)]
+    assert {most for _, most in first_half} == {3, 4}
 
 
 def test_the_best_fit_is_taken() -> None:
