@@ -10,6 +10,7 @@ import pytest
 from lmcache_persist import failpoints
 from lmcache_persist.errors import ObjectCorrupt, StoreIOError, StoreMismatch
 from lmcache_persist.store.base import (
+    BAD_RECORD,
     ChunkRecord,
     ChunkWrite,
     DiskTier,
@@ -104,7 +105,7 @@ class StoreSuite:
             tier.write([chunk(1), chunk(2)])
         usage = tier.usage()
         assert (usage.chunks, usage.objects, usage.bytes) == (2, 2, 200_000)
-        assert tier.drop([key(1), key(2), key(3), key(1)]) == [key(1), key(2)]
+        assert tier.drop(dict.fromkeys([key(1), key(2), key(3)])) == [key(1), key(2)]
         usage = tier.usage()
         assert (usage.chunks, usage.objects, usage.bytes) == (0, 0, 0)
         assert usage.by_fingerprint == {}
@@ -353,11 +354,22 @@ class StoreSuite:
         tier.write([chunk(1)])
         record = tier.find([key(1)])[0]
         assert record is not None
-        tier.drop([key(1)])
+        tier.drop({key(1): None})
         assert read(tier, record, Place(0, 0)) is None
         tier.write([chunk(1, 50_000)])
         assert read(tier, record, Place(0, 0)) is None
         assert tier.corrupt_found == 0
+
+    def test_a_drop_takes_the_copy_that_is_meant(self, tier: DiskTier) -> None:
+        """A chunk that was stored again since it was read is another copy, and stays."""
+        tier.write([chunk(1), chunk(2)])
+        old = tier.find([key(1)])[0]
+        assert old is not None
+        assert tier.drop({key(1): old.serial}) == [key(1)]
+        tier.write([chunk(1)])
+        # Of two reads that found the old copy bad, the second one comes late.
+        assert tier.drop({key(1): old.serial, key(2): BAD_RECORD}) == []
+        assert_reads_back(tier, [chunk(1), chunk(2)])
 
     def test_buffer_must_fit(self, tier: DiskTier) -> None:
         """A buffer of another length, a read-only one and another place are refused."""
@@ -382,7 +394,7 @@ class StoreSuite:
         with pytest.raises(ObjectCorrupt):
             read(tier, record, Place(0, 0))
         assert tier.corrupt_found == 1
-        assert tier.drop([key(1)]) == [key(1)]
+        assert tier.drop({key(1): record.serial}) == [key(1)]
         assert found(tier, [key(1), key(2)]) == [False, True]
         assert tier.usage().chunks == 1
 

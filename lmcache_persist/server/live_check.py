@@ -93,7 +93,7 @@ class LiveCheck:
         if part.bad:
             then_what = "they are dropped" if repair else "a load or verify --repair drops them"
             self._log.warning(
-                f"verify found {len(part.bad)} bad chunks, the first {part.bad[0].hex()}:"
+                f"verify found {len(part.bad)} bad chunks, the first {next(iter(part.bad)).hex()}:"
                 f" {then_what}"
             )
         if not repair or not part.bad:
@@ -116,7 +116,12 @@ class LiveCheck:
             answer(_json({**_NOTHING, "cursor": MENDING.hex()}))
             return
         done, self._mending = self._mending, None
-        _answer(answer, done, lambda mended: answer(_json(mended_document(mended))))
+        _answer(answer, done, lambda mended: self._mended(mended, answer))
+
+    def _mended(self, mended: list[Mended], answer: Answer) -> None:
+        dropped = {one.dropped for one in mended if one.dropped is not None}
+        self._state.counters.corrupt_chunks += len(dropped)
+        answer(_json(mended_document(mended)))
 
 
 def _answer(answer: Answer, done: Future[Any], told: Callable[[Any], None]) -> None:

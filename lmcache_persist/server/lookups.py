@@ -377,11 +377,11 @@ class Lookups:
         state.run(
             state.readers,
             lambda: read_objects(state.disk.read_into, record, views),
-            lambda done: self._read_done(number, entry, places, done),
+            lambda done: self._read_done(number, entry, places, record.serial, done),
         )
 
     def _read_done(
-        self, number: int, entry: Entry, places: list[Place], done: Future[Read]
+        self, number: int, entry: Entry, places: list[Place], serial: int, done: Future[Read]
     ) -> None:
         state = self._state
         del state.reading[number]
@@ -394,7 +394,7 @@ class Lookups:
         if outcome.corrupt:
             state.counters.corrupt_chunks += 1
             self._corrupt.warning(f"chunk is corrupt and dropped: {outcome.error}")
-            state.writer.drop([entry.key])
+            state.writer.drop({entry.key: serial})
         elif outcome.error:
             state.counters.read_failures += 1
             self._unreadable.warning(f"chunk {entry.key.hex()} cannot be read: {outcome.error}")

@@ -16,13 +16,14 @@ What a tier promises:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreMismatch
 from lmcache_persist.store.objects import Place, StoredObject, StoredObjects
 from lmcache_persist.store.values import (
+    BAD_RECORD,
     CHUNK_KEY_BYTES,
     FINGERPRINT_BYTES,
     ChunkKey,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lmcache_persist.store.selection import Picked, Selection
 
 __all__ = [
+    "BAD_RECORD",
     "CHUNK_KEY_BYTES",
     "FINGERPRINT_BYTES",
     "ChunkKey",
@@ -195,11 +197,16 @@ class DiskTier(ABC):
         """
 
     @abstractmethod
-    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         """Remove chunks that are proven bad or unwanted; absent ones are passed over.
 
+        Args:
+            copies: by key, the serial of the copy that is meant, so that one that was stored
+                since then stays; :data:`BAD_RECORD` for one whose record is bad by itself,
+                None for whichever is there.
+
         Returns:
-            The keys that were there.
+            The keys of what was there and went.
 
         Durable: the removal, on return. Threads: writer only.
 

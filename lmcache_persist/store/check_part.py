@@ -15,7 +15,7 @@ import time
 from typing import Any, Protocol
 
 from lmcache_persist.errors import MalformedMessage, ObjectCorrupt
-from lmcache_persist.store.base import CHUNK_KEY_BYTES, ChunkKey, ChunkRecord
+from lmcache_persist.store.base import BAD_RECORD, CHUNK_KEY_BYTES, ChunkKey, ChunkRecord
 from lmcache_persist.store.check import Fault, check_counts, chunk_name, examine
 from lmcache_persist.store.findings import CheckPart, Violation
 from lmcache_persist.store.lmdb_open import Databases, read_counters
@@ -76,7 +76,7 @@ class PartCheck:
         self._until = time.monotonic() + budget_s
         self._violations: list[Violation] = []
         self._notes: list[str] = []
-        self._bad: dict[ChunkKey, None] = {}
+        self._bad: dict[ChunkKey, int] = {}
         self._objects = self._bytes = 0
 
     def run(self, cursor: bytes) -> CheckPart:
@@ -97,7 +97,7 @@ class PartCheck:
             self._counts()
             following = None
         return CheckPart(
-            self._violations, list(self._bad), self._objects, self._bytes, following, self._notes
+            self._violations, self._bad, self._objects, self._bytes, following, self._notes
         )
 
     def _chunks(self, after: bytes) -> bytes:
@@ -129,7 +129,7 @@ class PartCheck:
                 for problem in problems:
                     self._violations.append(problem.violation)
                     if problem.fault in (Fault.RECORD, Fault.OBJECT):
-                        self._bad[ChunkKey(last)] = None
+                        self._bad[ChunkKey(last)] = record.serial if record else BAD_RECORD
                 if record is not None:
                     records.append(record)
                 more = cursor.next()
@@ -147,7 +147,7 @@ class PartCheck:
                     return  # evicted meanwhile
             except ObjectCorrupt as error:
                 self._violations.append(Violation(chunk_name(record.key), str(error)))
-                self._bad[record.key] = None
+                self._bad[record.key] = record.serial
                 return
 
     def _after_chunks(self) -> bytes:

@@ -32,10 +32,12 @@ class Mended:
     Attributes:
         violation: what was wrong.
         done: what was done, durable; None if it is left as it is.
+        dropped: the chunk that went with it, None if none did.
     """
 
     violation: Violation
     done: str | None
+    dropped: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,15 @@ class CheckPart:
 
     Attributes:
         violations: what is wrong.
-        bad: chunks that are proven bad, to be dropped.
+        bad: chunks that are proven bad, to be dropped: the copies as :meth:`DiskTier.drop` names
+            them.
         checked_objects, checked_bytes: what was looked at.
         cursor: where to go on; None at the end. Each one is larger than the one before.
         notes: what could not be told, and why.
     """
 
     violations: list[Violation]
-    bad: list[ChunkKey]
+    bad: dict[ChunkKey, int]
     checked_objects: int
     checked_bytes: int
     cursor: bytes | None

@@ -412,7 +412,7 @@ class LmdbDisk(StoreReads, DiskTier):
                 self._apply([], bad)
 
     def _apply(
-        self, touches: list[tuple[ChunkKey, int]], bad: dict[ChunkKey, int | None]
+        self, touches: list[tuple[ChunkKey, int]], bad: Mapping[ChunkKey, int | None]
     ) -> list[ChunkKey]:
         def change(txn: StoreTxn) -> list[ChunkKey]:
             for key, hits in touches:
@@ -425,14 +425,14 @@ class LmdbDisk(StoreReads, DiskTier):
             logger.warning("store %s: touches are forgotten: %s", self.directory, error)
             return []
 
-    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         """See :meth:`DiskTier.drop`; many chunks take several transactions."""
         with self._writer:
             dropped: list[ChunkKey] = []
             step = self._budget.chunks_per_eviction
-            distinct = list(dict.fromkeys(keys))
-            for start in range(0, len(distinct), step):
-                dropped += self._apply([], dict.fromkeys(distinct[start : start + step]))
+            meant = list(copies.items())
+            for start in range(0, len(meant), step):
+                dropped += self._apply([], dict(meant[start : start + step]))
             return dropped
 
     def repair(self) -> list[Mended]:

@@ -20,7 +20,15 @@ from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity, lmdb_open
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import ChunkKey, ChunkRecord, FingerprintUsage, Page, Place, Usage
+from lmcache_persist.store.base import (
+    BAD_RECORD,
+    ChunkKey,
+    ChunkRecord,
+    FingerprintUsage,
+    Page,
+    Place,
+    Usage,
+)
 from lmcache_persist.store.check_part import PartCheck
 from lmcache_persist.store.extent_reader import ExtentReader
 from lmcache_persist.store.findings import CheckPart
@@ -70,8 +78,8 @@ class StoreReader:
         self._last_read = 0
         self._closed = False
         self._bad_records = Throttle(logger)
-        self._taken: dict[ChunkKey, int | None] = {}
-        self._bad: dict[ChunkKey, int | None] = {}  # serial, None: the record itself
+        self._taken: dict[ChunkKey, int] = {}
+        self._bad: dict[ChunkKey, int] = {}  # the copies that are meant, by their serials
         with mapping_errors("the store cannot be read"), env.begin(buffers=True) as txn:
             self.meta = lmdb_open.read_meta(txn, dbs)
             page_bytes = txn.stat(dbs.main)["psize"]
@@ -171,11 +179,11 @@ class StoreReader:
     def check_part(self, cursor: bytes, budget_s: float, *, note: bool = False) -> CheckPart:
         """See :meth:`DiskTier.check_part`."""
         part = PartCheck(self, self._dbs, budget_s, note=note).run(cursor)
-        for key in part.bad if note else ():
+        for key, serial in part.bad.items() if note else ():
             with self._state:
-                known = key in self._bad or key in self._taken
+                known = serial in (self._bad.get(key), self._taken.get(key))
             if not known:
-                self._found_bad(key, None)
+                self._found_bad(key, serial)
         return part
 
     def _checked(self, key: ChunkKey, value: bytes) -> ChunkRecord | None:
@@ -188,13 +196,13 @@ class StoreReader:
             problem = f"it is the record of {record.key.hex()}"
         except fmt.FormatError as error:
             problem = str(error)
-        self._found_bad(key, None)
+        self._found_bad(key, BAD_RECORD)
         self._bad_records.warning(
             f"store {self.directory}: record of chunk {key.hex()} is bad: {problem}"
         )
         return None
 
-    def _found_bad(self, key: ChunkKey, serial: int | None) -> None:
+    def _found_bad(self, key: ChunkKey, serial: int) -> None:
         with self._state:
             self.corrupt_found += 1
             self._bad[key] = serial
@@ -274,8 +282,8 @@ class StoreReader:
         with self.transaction() as txn:
             return lmdb_open.read_counters(txn, self._dbs)
 
-    def take_bad(self) -> dict[ChunkKey, int | None]:
-        """What was proven bad since the last call: keys, and serials where they are known."""
+    def take_bad(self) -> dict[ChunkKey, int]:
+        """What was proven bad since the last call, as :meth:`DiskTier.drop` wants it."""
         with self._state:
             # Kept until the next call: by then they are dropped.
             self._taken, self._bad = self._bad, {}

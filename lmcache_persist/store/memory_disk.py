@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lmcache_persist import failpoints
 from lmcache_persist.binding import Binding
@@ -13,6 +13,7 @@ from lmcache_persist.errors import ObjectCorrupt
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity
 from lmcache_persist.store.base import (
+    BAD_RECORD,
     READERS_GONE_S,
     ChunkKey,
     ChunkRecord,
@@ -68,7 +69,7 @@ class MemoryDisk(DiskTier):
         self._records: dict[ChunkKey, ChunkRecord] = {}  # least recently used first
         self._contents: dict[tuple[int, Place], bytes] = {}
         self._pending: list[tuple[ChunkKey, ...]] = []
-        self._bad: list[ChunkKey] = []
+        self._bad: dict[ChunkKey, int | None] = {}
         self._next = 1
 
     @property
@@ -202,16 +203,20 @@ class MemoryDisk(DiskTier):
                 for key in reversed(keys):
                     if key in self._records:
                         self._move_to_front(key, hits=1)
-            bad, self._bad = self._bad, []
+            bad, self._bad = self._bad, {}
             self.drop(bad)
 
-    def drop(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         """See :meth:`DiskTier.drop`."""
         with self._lock:
-            present = [key for key in dict.fromkeys(keys) if key in self._records]
-            for key in present:
+            meant = [key for key, serial in copies.items() if self._is_copy(key, serial)]
+            for key in meant:
                 self._remove(key)
-            return present
+            return meant
+
+    def _is_copy(self, key: ChunkKey, serial: int | None) -> bool:
+        record = self._records.get(key)
+        return record is not None and (serial in (None, record.serial) or record.key != key)
 
     def evict(self) -> list[ChunkKey]:
         """See :meth:`DiskTier.evict`."""
@@ -286,7 +291,7 @@ class MemoryDisk(DiskTier):
     def check_part(self, cursor: bytes, budget_s: float, *, note: bool = False) -> CheckPart:
         """See :meth:`DiskTier.check_part`; all of it is one part."""
         violations: list[Violation] = []
-        bad: list[ChunkKey] = []
+        bad: dict[ChunkKey, int] = {}
         nbytes = 0
         records = self.scan(b"", len(self._records))
         for record in records:
@@ -296,7 +301,7 @@ class MemoryDisk(DiskTier):
                     self.read_into(record, place, memoryview(bytearray(stored.nbytes)))
                 except ObjectCorrupt as error:
                     violations.append(Violation(f"chunk {record.key.hex()}", str(error)))
-                    bad.append(record.key)
+                    bad[record.key] = record.serial
                     break
         if not note:
             self._corrupt_found -= len(bad)
@@ -316,7 +321,7 @@ class MemoryDisk(DiskTier):
                 record = self._records.get(key)
                 if record is not None and record.key != key:
                     self._corrupt_found += 1
-                    self._bad.append(key)
+                    self._bad[key] = BAD_RECORD
                     record = None
                 found.append(record if record and self._is_current(record) else None)
             return found

@@ -85,12 +85,12 @@ class Piece:
     Attributes:
         parts: of chunks.
         cursor: where to go on; empty at the end.
-        bad: chunks that proved bad on the way.
+        bad: chunks that proved bad on the way, and the serials of these copies.
     """
 
     parts: list[Part] = field(default_factory=list)
     cursor: bytes = b""
-    bad: list[ChunkKey] = field(default_factory=list)
+    bad: dict[ChunkKey, int] = field(default_factory=dict)
 
 
 def beginning(source: Source) -> bytes:
@@ -149,7 +149,7 @@ class _Cut:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.bad: list[ChunkKey] = []
+        self.bad: dict[ChunkKey, int] = {}
         self.nbytes = 0
         self.record_bytes = 0
 
@@ -175,7 +175,7 @@ class _Cut:
                 if not source.read_part(record, place, index, memoryview(buffer)):
                     return None
             except ObjectCorrupt:
-                self.bad.append(record.key)
+                self.bad[record.key] = record.serial
                 return None
             if not part.extents:
                 self.parts.append(part)

@@ -231,9 +231,11 @@ class Repair:
             return Mended(violation, None), None
         if record is None:
             done = "removed the record"
-            return Mended(violation, done), partial(self._delete, handle=self._dbs.chunks, key=key)
+            remove = partial(self._delete, handle=self._dbs.chunks, key=key)
+            return Mended(violation, done, key), remove
         if problem.fault is Fault.OBJECT:
-            return Mended(violation, _DROPPED), partial(self._drop, record=record)
+            mended = Mended(violation, _DROPPED, record.key)
+            return mended, partial(self._drop, record=record)
         if problem.fault is Fault.ORDER:
             done = "gave it a place in the order"
             return Mended(violation, done), partial(self._place, record=record)
@@ -353,6 +355,7 @@ class Repair:
                     Mended(
                         Violation(chunk_name(record.key), "another chunk has its serial"),
                         "removed the record",
+                        record.key,
                     ),
                     partial(self._drop, record=record, extents=False),
                 )

@@ -14,6 +14,9 @@ from lmcache_persist.store.objects import Place, StoredObjects
 ChunkKey = NewType("ChunkKey", bytes)
 """64 bytes: a model's fingerprint digest (32, raw), then the chunk hash (32)."""
 
+BAD_RECORD = 0
+"""In place of a serial, which is never 0: the copy whose record is proven bad by itself."""
+
 FINGERPRINT_BYTES = 32
 CHUNK_KEY_BYTES = FINGERPRINT_BYTES + CHUNK_HASH_BYTES
 

@@ -111,7 +111,7 @@ class Writer:
         self._lock = threading.Lock()
         self._touched: deque[Sequence[ChunkKey]] = deque()
         self._touched_chunks = 0
-        self._bad: list[ChunkKey] = []
+        self._bad: list[Mapping[ChunkKey, int]] = []
         self._failed, self._not_stored = Throttle(log), Throttle(log)
         self.on_damage: Callable[[str], None] = lambda text: None
         self.failures = 0
@@ -146,10 +146,13 @@ class Writer:
             while self._touched_chunks > MAX_PENDING_TOUCHES and len(self._touched) > 1:
                 self._touched_chunks -= len(self._touched.popleft())
 
-    def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks that are proven bad, before anything else is written."""
+    def drop(self, copies: Mapping[ChunkKey, int]) -> None:
+        """Remove chunks that are proven bad, before anything else is written.
+
+        ``copies`` as for :meth:`DiskTier.drop`: what was stored since they were read stays.
+        """
         with self._lock:
-            self._bad.extend(keys)
+            self._bad.append(copies)
 
     def run(self, action: Callable[[], T]) -> Future[T]:
         """Have ``action`` done on the writer thread, after what is queued now.
@@ -228,8 +231,8 @@ class Writer:
             bad, self._bad = self._bad, []
         for keys in touched:
             self._disk.touch(keys)
-        if bad:
-            self._guard(lambda: self._disk.drop(bad))
+        for copies in bad:
+            self._guard(lambda: self._disk.drop(copies))  # noqa: B023 - called now
 
     def _write(self, batch: list[WriteJob]) -> None:
         outcome = Outcome([(job, False) for job in batch])

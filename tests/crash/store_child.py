@@ -54,7 +54,7 @@ def main(directory: Path, seed: int, rounds: int) -> None:
         if rng.random() < 0.3:
             tell("evicted", disk.evict())
         if rng.random() < 0.1:
-            tell("evicted", disk.drop([key(rng.randrange(number))]))
+            tell("evicted", disk.drop({key(rng.randrange(number)): None}))
     say("done")
     disk.close()
 

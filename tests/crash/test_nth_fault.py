@@ -97,7 +97,7 @@ class StoreRun:
             pass
 
     def drop(self) -> None:
-        self._disk.drop([key(23), key(22)])
+        self._disk.drop({key(23): None, key(22): None})
 
     def reads(self) -> None:
         records = self._disk.find([key(number) for number in NUMBERS])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lmcache_persist.connector import ClientOptions
-from lmcache_persist.errors import RequestTimeout
+from lmcache_persist.errors import ObjectCorrupt, RequestTimeout
 from lmcache_persist.server import lookups
-from lmcache_persist.store.base import ChunkKey, ChunkRecord, chunk_hash_of
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite, Place, chunk_hash_of
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
@@ -190,6 +190,33 @@ def test_stores_outrun_a_hanging_disk(make_server: MakeServer, root: Path) -> No
         made.client.flush(20)
         assert made.client.stats(10)["counters"]["dropped_chunks"] == 0
         assert made.store(prompt(made, 200)) == CHUNKS
+
+
+def test_a_late_verdict_on_an_old_copy_spares_the_new_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that is stored again while a read proves its old copy bad is not dropped."""
+    with (
+        local_server(root) as server,
+        EmulatedEngine(server.url, [256], object_bytes=4096).join() as made,
+    ):
+        assert made.store(prompt(made, 1)) == CHUNKS
+        made.client.flush(20)
+        server.empty_pool()
+        disk = server.disk
+
+        def late(record: ChunkRecord, place: Place, buffer: memoryview) -> bool:
+            # Another read was quicker: its verdict is carried out, and an engine stored it anew.
+            content = disk._contents[record.serial, place]
+            assert disk.drop({record.key: record.serial}) == [record.key]
+            disk.write([ChunkWrite(record.key, {place: content})])
+            raise ObjectCorrupt("it has another digest")
+
+        with monkeypatch.context() as slow:
+            slow.setattr(disk, "read_into", late)
+            assert hits(made, 1) == 0
+        server.state.writer.run(lambda: None).result(20)
+        assert hits(made, 1) == CHUNKS
 
 
 def test_searches_of_a_hanging_disk_do_not_pile_up(

@@ -9,6 +9,7 @@ _SERVER = "lmcache_persist/server/"
 _POWER = "tests/crash/test_power_cut.py::"
 _DAMAGE = "tests/crash/test_damage_table.py::"
 _FAULT = "tests/crash/test_nth_fault.py::"
+_STALLED = "tests/integration/test_stalled_disk.py::"
 _FULL = "tests/crash/test_full_disk.py::"
 _REPAIR = "tests/unit/store/test_repair.py::"
 _REPAIR_CRASH = "tests/crash/test_repair_crash.py::"
@@ -155,6 +156,13 @@ MUTATIONS = (
         "        except OSError:\n            env.close()\n            raise\n        return env\n",
         "        except OSError:\n            raise\n        return env\n",
         (_FAULT + "test_every_call_of_the_store_fails_in_turn",),
+    ),
+    Mutation(
+        "late-verdict-drops-the-new-copy",
+        "lmcache_persist/server/lookups.py",
+        "            state.writer.drop({entry.key: serial})\n",
+        "            state.writer.drop(dict.fromkeys([entry.key]))\n",
+        (_STALLED + "test_a_late_verdict_on_an_old_copy_spares_the_new_one",),
     ),
     Mutation(
         "bad-record-found-again",

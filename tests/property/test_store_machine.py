@@ -57,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Evicted ones must be the least recently used, those being written apart."""
         expected = [name for name in self.by_age() if name not in spared][: len(evicted)]
         assert evicted == expected
-        self.oracle.drop(evicted)
+        self.oracle.drop(dict.fromkeys(evicted))
 
     @rule(
         prompt=prompts,
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(prompt=prompts)
     def drop(self, prompt: list[int]) -> None:
         """Both had the same chunks."""
-        names = [key(number) for number in prompt]
+        names = dict.fromkeys(key(number) for number in prompt)
         assert self.real.drop(names) == self.oracle.drop(names)
 
     @rule()

@@ -67,7 +67,7 @@ def test_a_busy_store_is_cut_once(source: MemoryDisk) -> None:
     def busy() -> None:
         source.touch([key(number) for number in range(50)])
         source.write([chunk(next(numbers), 3000)])
-        source.drop([victim])
+        source.drop({victim: None})
 
     found, incomplete = assembled(walk(source, busy))
     keys = [one.key for one in found]
@@ -87,7 +87,7 @@ def test_a_chunk_evicted_between_two_pieces_is_incomplete(source: MemoryDisk) ->
         parts.append(piece.parts)
         last = piece.parts[-1] if piece.parts else None
         if last is not None and piece.cursor and len(parts) == 1:
-            source.drop([key(number, model=2) for number in range(3)])
+            source.drop({key(number, model=2): None for number in range(3)})
         cursor = piece.cursor
     found, incomplete = assembled(iter(parts))
     assert (len(found), incomplete) == (50, 1)

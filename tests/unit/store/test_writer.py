@@ -112,7 +112,9 @@ def test_bad_chunks_are_dropped_and_touches_applied() -> None:
     writer.submit(job(2))
     collect(outcomes, 2)
     writer.touch([job(2).key])
-    writer.drop([job(1).key])
+    stored = disk.find([job(1).key])[0]
+    assert stored is not None
+    writer.drop({job(1).key: stored.serial, job(2).key: stored.serial})
     assert writer.close(TIMEOUT_S)
     first, second = disk.find([job(1).key, job(2).key])
     assert first is None
