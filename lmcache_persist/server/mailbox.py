@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -15,12 +16,21 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
+        # Reentrant: a signal handler may post while this thread posts.
+        self._open = threading.RLock()
+        self._closed = False
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have ``action`` run on the loop soon. Safe in signal handlers."""
-        self._queue.append(action)
-        os.eventfd_write(self.fd, 1)
+        """Have ``action`` run on the loop soon. Safe in signal handlers.
+
+        After :meth:`close` it is dropped: the descriptor's number may be another file's by
+        then, and a thread that hung in the disk may come back at any time.
+        """
+        with self._open:
+            if not self._closed:
+                self._queue.append(action)
+                os.eventfd_write(self.fd, 1)
 
     def drain(self, run: Callable[[Callable[[], None]], None]) -> None:
         """Have ``run`` do each of what has arrived; it must not raise, or the rest waits."""
@@ -33,5 +43,7 @@ class Mailbox:
             run(self._queue.popleft())
 
     def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self.fd)
+        """Free the descriptor; what is posted from now on is dropped."""
+        with self._open:
+            self._closed = True
+            os.close(self.fd)

@@ -191,6 +191,20 @@ MUTATIONS = (
         ("tests/unit/test_shm.py::test_a_fork_while_a_lock_is_taken",),
     ),
     Mutation(
+        "given-up-connections-pile-up",
+        _CONNECTOR + "transport.py",
+        "            if len(self._retired) > _MAX_RETIRED:\n",
+        "            if False:\n",
+        (_HOSTILE + "test_few_given_up_connections_are_kept",),
+    ),
+    Mutation(
+        "late-thread-writes-to-another-file",
+        _SERVER + "mailbox.py",
+        "            if not self._closed:\n",
+        "            if True:\n",
+        ("tests/unit/server/test_mailbox.py",),
+    ),
+    Mutation(
         "one-failure-holds-up-the-rest",
         _SERVER + "mailbox.py",
         "            run(self._queue.popleft())\n",

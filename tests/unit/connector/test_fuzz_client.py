@@ -14,12 +14,13 @@ import pytest
 
 from lmcache_persist import protocol
 from lmcache_persist.connector import CacheClient
-from lmcache_persist.connector.transport import Transport
+from lmcache_persist.connector.transport import _MAX_RETIRED, Transport, _Call
 from lmcache_persist.endpoint import parse_endpoint
 from lmcache_persist.errors import (
     LeaseError,
     MalformedMessage,
     PersistError,
+    RequestTimeout,
     UnsupportedVersion,
 )
 from lmcache_persist.protocol import Found, Grant, PoolInfo, Reserved, SlotRun
@@ -270,3 +271,23 @@ def test_a_flood_on_a_given_up_connection(url: str) -> None:
     transport._retired.clear()
     transport.start()
     assert transport.stop(10)
+
+
+def test_few_given_up_connections_are_kept(url: str) -> None:
+    """Of connections that timed out the latest few are listened to; the others are closed."""
+    owner: Any = SimpleNamespace(on_lost=lambda error: None)
+    transport = Transport(parse_endpoint(url, what="server"), owner, 16)
+    wires = []
+    for number in range(3 * _MAX_RETIRED):
+        transport.connect(1.0)
+        wire = transport._wire
+        assert wire is not None
+        wire.connected = True
+        wire.calls[bytes([number])] = _Call(lambda _: None, lambda _: None)
+        wires.append(wire)
+        transport.drop(RequestTimeout("no answer"), listen=True)
+    closed = [wire.socket.closed for wire in wires]
+    assert closed == [True] * 2 * _MAX_RETIRED + [False] * _MAX_RETIRED
+    transport.start()
+    assert transport.stop(10)
+    assert all(wire.socket.closed for wire in wires)
