@@ -30,7 +30,16 @@ from lmcache_persist.errors import ManifestError, PersistError, StoreError
 from lmcache_persist.filesystems import check_file_system
 from lmcache_persist.manifest import BootRow, Manifest
 from lmcache_persist.posix import discard_output
-from lmcache_persist.server import backup_file, ballast, converge, crashes, logs, recovery, reset
+from lmcache_persist.server import (
+    backup_file,
+    ballast,
+    converge,
+    crashes,
+    logs,
+    recovery,
+    reset,
+    rights,
+)
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
 from lmcache_persist.server.loop import Loop
@@ -169,6 +178,7 @@ def _serve_data_dir(
     paths = first_start.paths
     disk = recovery.carry_out(decision, paths, settings, manifest)
     try:
+        rights.settle(paths, Modes.of(settings.group_id))
         pool = Pool.create(
             PoolPaths.of(settings.pool_dir, disk.uuid),
             settings.pool_size_bytes,

@@ -32,6 +32,8 @@ NEW_NAME = ".new"
 """A store that is being made, in the folder of the one it is to be; nobody trusts it."""
 _NAMES = ("meta", "chunks", "extents", "order", "totals")
 _ROOM_FOR_FOLDERS_BYTES = 1 << 20
+_GROUP_DIR_BITS, _GROUP_FILE_BITS = 0o050, 0o040
+"""What a server's ``--group`` may be given: to list and to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,17 @@ def prepare(directory: Path, capacity_bytes: int) -> None:
         data_file.check_capacity(path, capacity_bytes)
         shutil.rmtree(directory / NEW_NAME, ignore_errors=True)
         (directory / LOCK_NAME).unlink(missing_ok=True)
-        directory.chmod(DIR_MODE)
-        path.chmod(FILE_MODE)
+        # What a group was given to read stays: that is for its server to say.
+        _narrow(directory, DIR_MODE, _GROUP_DIR_BITS)
+        _narrow(path, FILE_MODE, _GROUP_FILE_BITS)
         missing = capacity_bytes - path.stat().st_size
         if missing > 0:
             data_file.check_room(directory, missing)
         data_file.preallocate(path, capacity_bytes)
+
+
+def _narrow(path: Path, mode: int, group_bits: int) -> None:
+    path.chmod(mode | (path.stat().st_mode & group_bits))
 
 
 def open_environment(directory: Path, capacity_bytes: int, *, sync: bool) -> lmdb.Environment:

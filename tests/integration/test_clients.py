@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
 from support.results import SOAKING
-from support.server import ServerProcess
+from support.server import ServerProcess, cli_here
 from support.waiting import stays, wait_until
 
 OBJECT = 1 << 20
@@ -390,6 +391,41 @@ def test_an_engine_of_a_user_outside_the_group_cannot_connect(
         timeout=60,
     )
     assert done.returncode == 4, done.stderr
+
+
+def test_the_group_may_look_at_a_server_that_is_gone(
+    make_server: Callable[..., ServerProcess],
+) -> None:
+    """Members of --group inspect and verify the files, nobody else; without it nobody does."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid)
+    service = as_service(make_server("--group", group.gr_name), group.gr_gid)
+    folder, member = service.data_dir, as_user(20002, group.gr_gid)
+
+    def look(verb: str) -> dict[str, Any]:
+        command = [*member, sys.executable, "-m", "lmcache_persist.cli", verb, str(folder)]
+        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def open_to(bits: int) -> set[str]:
+        paths = [path for path in (folder, *folder.rglob("*")) if not path.is_socket()]
+        return {path.name for path in paths if path.stat().st_mode & bits}
+
+    with ClientProcess(service.url) as client:
+        client.call("join", "engine", OBJECT)
+        assert client.call("store", 1, 3) == 3
+        client.call("flush")
+    service.kill()
+    assert (folder / "manifest.sqlite-wal").exists()
+    assert look("inspect")["store"]["objects"] == 3
+    # A verb of the owner's leaves it so.
+    assert cli_here("verify", str(folder), "--repair")[0] == 0
+    assert look("verify")["ok"]
+    assert open_to(0o027) == set()
+    service.command = [one for one in service.command if one not in ("--group", group.gr_name)]
+    service.start().terminate()
+    assert open_to(0o077) == set()
 
 
 def test_a_client_without_a_lock_holds_nothing(server: ServerProcess) -> None:

@@ -191,6 +191,14 @@ MUTATIONS = (
         ("tests/unit/test_shm.py::test_a_fork_while_a_lock_is_taken",),
     ),
     Mutation(
+        "a-start-leaves-the-rights-wide",
+        _SERVER + "app.py",
+        "        rights.settle(paths, Modes.of(settings.group_id))\n",
+        "        if settings.group_id is not None:\n"
+        "            rights.settle(paths, Modes.of(settings.group_id))\n",
+        (_CLIENTS + "test_the_group_may_look_at_a_server_that_is_gone",),
+    ),
+    Mutation(
         "given-up-connections-pile-up",
         _CONNECTOR + "transport.py",
         "            if len(self._retired) > _MAX_RETIRED:\n",
