@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from lmcache_persist.cli.output import plain, say
 from lmcache_persist.errors import ConfigError
 
+NOTHING_CHANGED = "nothing was changed"
+
 
 def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
     """What a verb calls with its losses: shows them on stderr, and asks unless ``yes``.
@@ -23,17 +25,21 @@ def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
             return
         if sys.stdin is None or not sys.stdin.isatty():
             raise ConfigError(
-                f"{verb} asks, and there is no terminal to answer at; nothing was changed",
+                f"{verb} asks, and there is no terminal to answer at; {NOTHING_CHANGED}",
                 hint="give --yes if that is what you want",
             )
         sys.stderr.write(f"{verb}? yes or no: ")
         sys.stderr.flush()
-        answer = sys.stdin.readline()
+        try:
+            answer = sys.stdin.readline()
+        except KeyboardInterrupt:
+            say(f"\ninterrupted: {NOTHING_CHANGED}")
+            raise
         if not answer.endswith("\n"):
             say("")
         if answer.strip().lower() not in ("y", "yes"):
             raise ConfigError(
-                f"{verb} was not confirmed; nothing was changed", hint="answer yes, or give --yes"
+                f"{verb} was not confirmed; {NOTHING_CHANGED}", hint="answer yes, or give --yes"
             )
 
     return confirm

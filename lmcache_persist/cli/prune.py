@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_persist.cli.connection import ask_json, seconds
+from lmcache_persist.cli import prune_steps
+from lmcache_persist.cli.confirm import NOTHING_CHANGED, confirmation
+from lmcache_persist.cli.connection import seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.inspect import ask_server
-from lmcache_persist.cli.live import absolute, by_server, holding_server
-from lmcache_persist.cli.options import AnswerTimeout, DataDir, DryRun, Json
+from lmcache_persist.cli.live import absolute, by_server
+from lmcache_persist.cli.options import AnswerTimeout, DataDir, DryRun, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.ticker import Ticker
-from lmcache_persist.errors import ConfigError, DataDirLocked, MalformedMessage, PersistError
+from lmcache_persist.errors import ConfigError, DataDirLocked, PersistError
 from lmcache_persist.units import approximate_size, parse_duration_s, parse_size
 
 if TYPE_CHECKING:
+    from lmcache_persist.server.losses import Loss
+    from lmcache_persist.server.prune import Agree
     from lmcache_persist.store.selection import Picked, Selection
+
+PREVIEW_S = 30.0
+"""Seconds for which is counted what would go, before it is asked about."""
 
 
 @ending
 def prune(
     data_dir: DataDir,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Chunks of the model of this name.")
+        str | None,
+        typer.Option(
+            metavar="NAME|FINGERPRINT", help="Chunks of this model; 6 digits of a fingerprint do."
+        ),
     ] = None,
     fingerprint: Annotated[
         str | None, typer.Option(metavar="HEX", help="Of the model whose fingerprint begins so.")
@@ -44,18 +54,20 @@ def prune(
         typer.Option(metavar="SIZE", help="Until what is meant takes no more than that, as 10GiB."),
     ] = None,
     dry_run: DryRun = False,
+    yes: Yes = False,
     timeout: AnswerTimeout = "30",
     json_output: Json = False,
 ) -> int:
-    """Remove stored chunks, the least recently used first. Selectors combine: all must mean it.
+    """Remove stored chunks, the least recently used first. Asks first, if anything is meant.
 
-    A live server does it between its other work; with no server the files are changed.
-    Interrupted, it says how far it came, and the rest is there.
+    Selectors combine: all must mean it. A live server does it between its other work; with
+    no server the files are changed. Interrupted, it says how far it came, and the rest is
+    there.
 
     Example: lmcache-persist prune /var/lib/kv --older-than 7d --dry-run
-    """
-    from lmcache_persist.store.selection import Picked
 
+    Example: lmcache-persist prune /var/lib/kv --older-than 7d --yes
+    """
     root = absolute(data_dir)
     timeout_s = seconds(timeout)
     if model is fingerprint is older_than is down_to is None and not stale:
@@ -67,26 +79,21 @@ def prune(
     # What does not depend on the data dir is refused first.
     stored_before = None if older_than is None else int(time.time() - _age_s(older_than))
     down_to_bytes = None if down_to is None else parse_size(down_to)
-    models, live = _models(root, timeout_s)
-    selection = _selection(models, model, fingerprint, stale, stored_before, down_to_bytes)
-    steps = (
-        _live(root, timeout_s, selection, dry_run) if live else _offline(root, selection, dry_run)
+    rows, is_live = _models(root, timeout_s, model, fingerprint)
+    names = {row["fingerprint"]: row.get("name") for row in rows}
+    selection = _selection(
+        names if model or fingerprint else None, stale, stored_before, down_to_bytes
     )
-    total, ended = Picked(), ExitCode.OK
-    try:
-        with contextlib.closing(steps), Ticker() as ticker:
-            for step in steps:
-                total.add_all(step)
-                ticker.show(f"{_verb(dry_run)} {_amount(total)} so far")
-    except KeyboardInterrupt:
-        ended = ExitCode.INTERRUPTED
-        say(f"interrupted: {_verb(dry_run)} {_amount(total)}; the rest is as it was")
-    except PersistError:
-        if total.amounts:
-            say(f"{_verb(dry_run)} {_amount(total)} before this:")
-        raise
-    _write(models, total, dry_run, complete=not ended, as_json=json_output)
-    return ended
+    with Ticker() as ticker:
+        agree = None if dry_run else _agreement(names, ticker, yes=yes)
+        steps = (
+            prune_steps.live(root, timeout_s, selection, agree)
+            if is_live
+            else prune_steps.offline(root, selection, agree)
+        )
+        total, complete = _follow(steps, ticker, dry_run)
+    _write(names, total, dry_run, complete=complete, as_json=json_output)
+    return ExitCode.OK if complete else ExitCode.INTERRUPTED
 
 
 def _age_s(text: str) -> float:
@@ -101,140 +108,206 @@ def _age_s(text: str) -> float:
     return age_s
 
 
-def _models(root: Path, timeout_s: float) -> tuple[list[dict[str, Any]], bool]:
-    """The models of the data dir, and whether a server holds it."""
-    from lmcache_persist.server.looking import look
+def _models(
+    root: Path, timeout_s: float, model: str | None, fingerprint: str | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """The models that are meant, all by default; and whether a server holds the data dir."""
+    from lmcache_persist.server import naming
+    from lmcache_persist.server.looking import Wish, look
 
+    prefix = None if fingerprint is None else naming.checked_prefix(fingerprint)
+    if model is not None and not model.strip():
+        raise ConfigError(
+            "--model is empty, expected a name or a fingerprint", hint="inspect lists the models"
+        )
+    wish = Wish(model=prefix or model or "")
     try:
-        document, problem = look(root)
+        document, problem = look(root, wish)
+        is_live = False
     except DataDirLocked as error:
         if not by_server(error):
             raise
-        return ask_server(root, timeout_s)["models"], True
+        document, problem, is_live = ask_server(root, timeout_s, wish), None, True
     if problem is not None:
         raise problem
-    return document["models"], False
+    rows = [*document["models"], *document["unregistered"]]
+    if wish.model and document["left_out"].get("models"):
+        raise ConfigError(
+            f"model {wish.model!r} has more fingerprints than a server can tell at once",
+            hint="prune while no server runs, or one by one with --fingerprint",
+        )
+    if prefix is not None:
+        _check_both(rows, model, prefix)
+    return rows, is_live
+
+
+def _check_both(rows: list[dict[str, Any]], model: str | None, prefix: str) -> None:
+    """That what a prefix has found is a fingerprint, and one of the model."""
+    from lmcache_persist.server import naming
+
+    for row in rows:
+        name, found = row.get("name"), str(row["fingerprint"])
+        if not found.startswith(prefix):
+            raise ConfigError(
+                f"{prefix!r} is the name of a model here, expected a fingerprint",
+                hint="name the model with --model, or give more digits",
+            )
+        if model is None:
+            continue
+        try:
+            naming.meant({found: name} if name else {}, [found], model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"fingerprint {found[:12]} is of model {name or 'unknown'!r}, expected {model!r}",
+                hint="selectors combine: give one of both",
+            ) from error
 
 
 def _selection(
-    models: list[dict[str, Any]],
-    name: str | None,
-    fingerprint: str | None,
-    stale: bool,
-    stored_before: int | None,
-    down_to_bytes: int | None,
+    names: dict[str, Any] | None, stale: bool, stored_before: int | None, down_to_bytes: int | None
 ) -> Selection:
-    from lmcache_persist.server.prune import fingerprints_of
+    from lmcache_persist.identity import Fingerprint
     from lmcache_persist.store.selection import Selection
 
-    meant = fingerprints_of(models, name, fingerprint)
+    meant = None if names is None else frozenset(map(Fingerprint, names))
     return Selection(meant, stale, stored_before, down_to_bytes)
 
 
-def _offline(root: Path, selection: Selection, dry_run: bool) -> Generator[Picked, None, None]:
-    from lmcache_persist.server import prune as on_files
-
-    if dry_run:
-        yield from on_files.preview(root, selection)
-    else:
-        yield from on_files.prune(root, selection, on_begin=_say_room)
-
-
-def _say_room() -> None:
-    say("prune needs no more room on the disk: it works within what the store keeps back")
-
-
-def _live(
-    root: Path, timeout_s: float, selection: Selection, dry_run: bool
-) -> Generator[Picked, None, None]:
-    from lmcache_persist.protocol import AdminPrune
-
-    names = selection.fingerprints
-    with holding_server(root, timeout_s, "prune") as client:
-        if not dry_run:
-            _say_room()
-        cursor, counted_bytes = b"", 0
-        while True:
-            reply = ask_json(
-                client,
-                AdminPrune,
-                timeout_s,
-                fingerprints=None if names is None else sorted(names),
-                stale=selection.stale,
-                stored_before=selection.stored_before,
-                down_to_bytes=selection.down_to_bytes,
-                dry_run=dry_run,
-                cursor=cursor,
-                counted_bytes=counted_bytes,
-            )
-            picked = _decode(reply)
-            counted_bytes += picked.bytes
-            yield picked
-            if picked.cursor is None:
-                return
-            if picked.cursor <= cursor:
-                raise MalformedMessage("the server's prune does not go forward")
-            cursor = picked.cursor
-
-
-def _decode(reply: dict[str, Any]) -> Picked:
-    from lmcache_persist.store.base import FingerprintUsage
+def _follow(steps: prune_steps.Steps, ticker: Ticker, dry_run: bool) -> tuple[Picked, bool]:
+    """What was pruned, or would be, and whether that is all."""
     from lmcache_persist.store.selection import Picked
 
-    picked = Picked()
+    total, complete = Picked(), True
     try:
-        for row in reply["picked"]:
-            amount = FingerprintUsage(int(row["chunks"]), int(row["objects"]), int(row["bytes"]))
-            picked.amounts[row["fingerprint"], bool(row["stale"])] = amount
-        picked.cursor = None if reply["cursor"] is None else bytes.fromhex(reply["cursor"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedMessage(f"the server's prune cannot be decoded: {error}") from error
-    return picked
+        with contextlib.closing(steps):
+            for step in steps:
+                total.add_all(step)
+                ticker.show(f"{_verb(dry_run)} {_amount(total)} so far")
+    except KeyboardInterrupt:
+        complete = False
+        if dry_run or total.amounts:
+            ticker.clear()
+            say(f"interrupted: {_verb(dry_run)} {_amount(total)}; the rest is as it was")
+    except PersistError:
+        if total.amounts:
+            ticker.clear()
+            say(f"{_verb(dry_run)} {_amount(total)} before this:")
+        raise
+    return total, complete
+
+
+def _agreement(names: dict[str, Any], ticker: Ticker, *, yes: bool) -> Agree:
+    """Asks about what would go, unless that is nothing. With ``yes`` it is not counted first."""
+    from lmcache_persist.server.losses import per_model
+    from lmcache_persist.server.room import NO_ROOM
+
+    ask = confirmation("prune", yes=yes)
+
+    def agree(would: Iterator[Picked]) -> bool:
+        say(NO_ROOM)
+        if yes:
+            return True
+        total, whole = _count(would, ticker)
+        if whole and not total.amounts and not total.pool_chunks:
+            return False
+        known = {fingerprint: name for fingerprint, name in names.items() if name}
+        ask([_loss(total, whole), *per_model(_losses(total), known)])
+        return True
+
+    return agree
+
+
+def _count(would: Iterator[Picked], ticker: Ticker) -> tuple[Picked, bool]:
+    """What would go, and whether that is all of it: counting ends in time."""
+    from lmcache_persist.store.selection import Picked
+
+    total, until_s = Picked(), time.monotonic() + PREVIEW_S
+    try:
+        for step in would:
+            total.add_all(step)
+            ticker.show(f"counting what goes, {_amount(total)} so far; Ctrl-C changes nothing")
+            if time.monotonic() >= until_s:
+                break
+    except KeyboardInterrupt:
+        ticker.clear()
+        say(f"interrupted: {NOTHING_CHANGED}")
+        raise
+    ticker.clear()
+    return total, total.cursor is None
+
+
+def _loss(total: Picked, whole: bool) -> str:
+    if not whole:
+        return (
+            f"this throws away at least {_amount(total)}, and what was not reached in"
+            f" {PREVIEW_S:g} s of counting (--dry-run counts it all)"
+        )
+    if not total.amounts:
+        return f"this throws away {total.pool_chunks} chunks that only the server's pool has"
+    return f"this throws away {_amount(total)}"
 
 
 def _verb(dry_run: bool) -> str:
     return "would prune" if dry_run else "pruned"
 
 
+def _losses(total: Picked) -> list[Loss]:
+    from lmcache_persist.server.losses import Loss
+
+    return [
+        Loss(fingerprint, amount.chunks, amount.objects, amount.bytes, stale)
+        for (fingerprint, stale), amount in sorted(total.amounts.items())
+    ]
+
+
 def _amount(total: Picked) -> str:
-    chunks = sum(amount.chunks for amount in total.amounts.values())
-    objects = sum(amount.objects for amount in total.amounts.values())
-    return f"{chunks} chunks, {objects} objects, {approximate_size(total.bytes)}"
+    from lmcache_persist.server.losses import amount_of
+
+    return amount_of(_losses(total))
 
 
 def _write(
-    models: list[dict[str, Any]], total: Picked, dry_run: bool, *, complete: bool, as_json: bool
+    names: dict[str, Any], total: Picked, dry_run: bool, *, complete: bool, as_json: bool
 ) -> None:
-    names = {row["fingerprint"]: row["name"] for row in models}
-    rows: list[dict[str, Any]] = [
-        {
-            "name": names.get(fingerprint),
-            "fingerprint": fingerprint,
-            "stale": stale,
-            "chunks": amount.chunks,
-            "objects": amount.objects,
-            "bytes": amount.bytes,
-        }
-        for (fingerprint, stale), amount in sorted(total.amounts.items())
-    ]
+    rows = _losses(total)
     if as_json:
-        sums = {key: sum(row[key] for row in rows) for key in ("chunks", "objects", "bytes")}
-        write_json({"dry_run": dry_run, "complete": complete, **sums, "models": rows})
-        return
-    if rows:
-        write_table(
-            _verb(dry_run),
-            ("model", "fingerprint", "stale", "chunks", "objects", "size"),
-            [
-                (
-                    row["name"] or "?",
-                    row["fingerprint"][:12],
-                    "yes" if row["stale"] else "no",
-                    row["chunks"],
-                    row["objects"],
-                    approximate_size(row["bytes"]),
-                )
-                for row in rows
-            ],
+        write_json(
+            {
+                "dry_run": dry_run,
+                "complete": complete,
+                "chunks": sum(row.chunks for row in rows),
+                "objects": sum(row.objects for row in rows),
+                "bytes": sum(row.nbytes for row in rows),
+                "models": [
+                    {
+                        "name": names.get(row.fingerprint),
+                        "fingerprint": row.fingerprint,
+                        "stale": row.stale,
+                        "chunks": row.chunks,
+                        "objects": row.objects,
+                        "bytes": row.nbytes,
+                    }
+                    for row in rows
+                ],
+            }
         )
-    write(f"{plain(_verb(dry_run))} {_amount(total)}" if rows else "nothing to prune")
+        return
+    if not rows:
+        write("nothing to prune" if complete else "nothing was pruned")
+        return
+    write_table(
+        _verb(dry_run),
+        ("model", "fingerprint", "stale", "chunks", "objects", "size"),
+        [
+            (
+                names.get(row.fingerprint) or "?",
+                row.fingerprint[:12],
+                "yes" if row.stale else "no",
+                row.chunks,
+                row.objects,
+                approximate_size(row.nbytes),
+            )
+            for row in rows
+        ],
+    )
+    write(f"{plain(_verb(dry_run))} {_amount(total)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,33 +14,56 @@ from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
 
+if TYPE_CHECKING:
+    from lmcache_persist.server.rebind import Rebound
+
 
 @ending
 def rebind(
     data_dir: DataDir,
     chunk_size: Annotated[str, typer.Option(metavar="N", help="Tokens of a chunk from now on.")],
     max_chunk_size: MaxChunkSize = str(DEFAULT_MAX_CHUNK_SIZE),
+    force: Annotated[
+        bool, typer.Option("--force", help="A new binding also to the size that it has.")
+    ] = False,
     yes: Yes = False,
     json_output: Json = False,
 ) -> int:
     """Bind a data dir to another chunk size, while no server runs. Asks first.
 
-    What is stored is never found again, and removed bit by bit by the next server.
+    What is stored is never found again, and removed bit by bit by the next server. If the
+    data dir has that size already, nothing is done and nothing lost.
 
     Example: lmcache-persist rebind /var/lib/kv --chunk-size 640
     """
     from lmcache_persist.server.rebind import rebind as carry_out
 
+    root = absolute(data_dir)
     with without_server("rebind"):
-        binding = carry_out(
-            absolute(data_dir),
+        done = carry_out(
+            root,
             positive("chunk-size", chunk_size),
             confirmation("rebind", yes=yes),
             max_chunk_size=positive("max-chunk-size", max_chunk_size),
+            force=force,
             say=lambda text: say(plain(text)),
         )
     if json_output:
-        write_json({"binding": binding.summary()})
+        write_json({"binding": done.binding.summary(), "outcome": done.outcome.value})
     else:
-        write(f"bound to chunk size {binding.chunk_size}, binding {binding.binding_id}")
+        write(plain(_sentence(done)))
+    if done.outcome.value == "unchanged":
+        say(
+            "hint: to throw away what is stored: lmcache-persist prune, or reset; --force makes a"
+            " new binding to the same size"
+        )
     return ExitCode.OK
+
+
+def _sentence(done: Rebound) -> str:
+    size, name = done.binding.chunk_size, done.binding.binding_id
+    return {
+        "bound": f"bound to chunk size {size}, binding {name}",
+        "completed": f"the interrupted rebind to chunk size {size} is complete, binding {name}",
+        "unchanged": f"nothing to do: bound to chunk size {size} already, binding {name}",
+    }[done.outcome.value]

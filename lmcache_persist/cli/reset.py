@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,28 +27,26 @@ def reset(
 ) -> int:
     """Throw away manifest and store of a data dir, while no server runs. Asks first.
 
-    What was set aside goes, too, and the pool that a killed server of this store left. The
-    next server starts unbound and empty.
+    What was set aside goes, too, what servers left in the folder, and the pool that a killed
+    server of this store left. The next server starts unbound and empty.
 
     Example: lmcache-persist reset /var/lib/kv
     """
     from lmcache_persist.server.reset import reset as carry_out
 
-    ask = confirmation("reset", yes=yes)
-
-    def confirm(losses: Sequence[str]) -> None:
-        say("reset needs no more room on the disk")
-        ask(losses)
-
+    root = absolute(data_dir)
     with without_server("reset"):
         removed = carry_out(
-            absolute(data_dir),
-            confirm,
+            root,
+            confirmation("reset", yes=yes),
             pool_dir=Path(os.path.abspath(pool_dir)),
+            say=lambda text: say(plain(text)),
         )
     if json_output:
         write_json({"removed": removed})
     else:
         for line in removed:
             write(f"removed {plain(line)}")
+        if not removed:
+            write(f"nothing to remove: {plain(root)} is empty already")
     return ExitCode.OK

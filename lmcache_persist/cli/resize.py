@@ -12,7 +12,7 @@ from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import DataDir, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
-from lmcache_persist.units import approximate_size, format_size, parse_size
+from lmcache_persist.units import format_size, parse_size
 
 
 @ending
@@ -30,6 +30,7 @@ def resize(
 
     Example: lmcache-persist resize /var/lib/kv --capacity 64GiB
     """
+    from lmcache_persist.server.losses import objects_amount
     from lmcache_persist.server.resize import resize as carry_out
 
     afterwards = ", and start it afterwards with the new --capacity"
@@ -59,5 +60,5 @@ def resize(
     write(f"capacity: {format_size(done.before)} before, {format_size(done.after)} now")
     write(f"objects: {done.kept_objects}")
     if done.dropped_objects:
-        write(f"dropped: {done.dropped_objects} ({approximate_size(done.dropped_bytes)})")
+        write(f"dropped: {objects_amount(done.dropped_objects, done.dropped_bytes)}")
     return ExitCode.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 from pathlib import Path
@@ -17,6 +18,11 @@ def files_of(path: Path) -> list[Path]:
     """The files that the manifest at ``path`` consists of, as far as they are there."""
     candidates = [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
     return [candidate for candidate in candidates if os.path.lexists(candidate)]
+
+
+def set_aside_files(path: Path) -> list[Path]:
+    """What :func:`set_aside` moved away, each time."""
+    return sorted(path.parent.glob(f"{glob.escape(path.name)}{UNREADABLE_SUFFIX}*"))
 
 
 def set_aside(path: Path) -> Path:
@@ -75,7 +81,7 @@ def remove(path: Path) -> list[Path]:
     Raises:
         DataDirUnusable, ManifestError: as they say.
     """
-    found = [*files_of(path), *sorted(path.parent.glob(f"{path.name}{UNREADABLE_SUFFIX}*"))]
+    found = [*files_of(path), *set_aside_files(path)]
     with mapped(path):
         for file in found:
             file.unlink(missing_ok=True)

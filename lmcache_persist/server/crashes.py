@@ -31,6 +31,11 @@ def _older(paths: DataDir) -> list[Path]:
     return [paths.crash_log.with_suffix(f".{age}.log") for age in range(1, LIMIT)]
 
 
+def logs(paths: DataDir) -> list[Path]:
+    """All crash logs that there may be."""
+    return [paths.crash_log, *_older(paths)]
+
+
 def _died_at(path: Path) -> float | None:
     try:
         found = path.stat()
@@ -48,7 +53,7 @@ def keeps_crashing(paths: DataDir) -> bool:
     """Whether there were :data:`LIMIT` such deaths within the window."""
     # Wall clock: the deaths of other processes have no common monotonic one.
     since = time.time() - WINDOW_S
-    deaths = [_died_at(path) for path in (paths.crash_log, *_older(paths))]
+    deaths = [_died_at(path) for path in logs(paths)]
     return sum(at is not None and at >= since for at in deaths) >= LIMIT
 
 
@@ -85,8 +90,7 @@ def watch(paths: DataDir, *, anew: bool = False) -> TextIO:
         The open log, for :func:`unwatch`.
     """
     if crashed_last_time(paths):
-        chain = [paths.crash_log, *_older(paths)]
-        for newer, older in reversed(list(itertools.pairwise(chain))):
+        for newer, older in reversed(list(itertools.pairwise(logs(paths)))):
             if newer.exists():
                 os.replace(newer, older)
     if anew:

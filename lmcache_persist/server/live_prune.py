@@ -7,6 +7,7 @@ never wait for it. What is in the pool goes, too, as soon as nobody holds it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from lmcache_persist import protocol
@@ -15,6 +16,7 @@ from lmcache_persist.identity import Fingerprint
 from lmcache_persist.server.gate import Gate
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
+from lmcache_persist.store.base import ChunkKey
 from lmcache_persist.store.selection import Picked, Selection
 
 _CURSOR_BYTES = 8
@@ -48,26 +50,25 @@ class LivePrune:
                 lambda work, then: state.run(state.readers, work, then),
                 lambda: disk.preview(selection, message.cursor, message.counted_bytes),
                 answer,
-                lambda picked: answer(_reply(picked)),
+                lambda picked: answer(_reply(picked, self._pool_keys(selection, picked))),
             )
             return
 
         def pruned(picked: Picked) -> None:
             state.counters.pruned_chunks += len(picked.keys)
             state.memory.prune(picked.keys)
-            if picked.cursor is None:
-                self._prune_pool(selection)
+            state.memory.prune(self._pool_keys(selection, picked))
             answer(_reply(picked))
 
         self._gate.pass_through(
             state.run_on_writer, lambda: disk.prune(selection, message.cursor), answer, pruned
         )
 
-    def _prune_pool(self, selection: Selection) -> None:
-        """All of a model: also what only the pool has, because the disk evicted it."""
-        if selection == Selection(fingerprints=selection.fingerprints) and selection.fingerprints:
-            memory = self._state.memory
-            memory.prune(memory.keys_of(selection.fingerprints))
+    def _pool_keys(self, selection: Selection, picked: Picked) -> list[ChunkKey]:
+        """At the end of whole models: also what only the pool has, as the disk evicted it."""
+        if picked.cursor is not None or not selection.whole_models:
+            return []
+        return self._state.memory.keys_of(selection.whole_models)
 
 
 def _selection(message: protocol.AdminPrune) -> Selection:
@@ -83,7 +84,7 @@ def _selection(message: protocol.AdminPrune) -> Selection:
     return selection
 
 
-def _reply(picked: Picked) -> protocol.JsonReply:
+def _reply(picked: Picked, pool_keys: Sequence[ChunkKey] = ()) -> protocol.JsonReply:
     document: dict[str, Any] = {
         "picked": [
             {
@@ -96,5 +97,6 @@ def _reply(picked: Picked) -> protocol.JsonReply:
             for (fingerprint, stale), amount in picked.amounts.items()
         ],
         "cursor": None if picked.cursor is None else picked.cursor.hex(),
+        "pool_chunks": len(pool_keys),
     }
     return protocol.JsonReply(body=json.dumps(document).encode())

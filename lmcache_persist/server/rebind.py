@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from datetime import datetime, timedelta
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from lmcache_persist import geometry
 from lmcache_persist.binding import MODE_FIXED, Binding
@@ -18,7 +20,7 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import AlignmentTooLarge, StoreDamaged, Unbound
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import backup_file, crashes, recovery
-from lmcache_persist.server.losses import amount, per_model, rows_of
+from lmcache_persist.server.losses import amount_of, losses_of, per_model
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_manifest_room
@@ -28,25 +30,50 @@ from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import OfflineStore
 
 
+class Outcome(Enum):
+    """What a rebind has come to."""
+
+    BOUND = "bound"
+    """There is a new binding; what was stored is stale."""
+    COMPLETED = "completed"
+    """A rebind to this size was interrupted, and is complete now."""
+    UNCHANGED = "unchanged"
+    """The data dir is bound to this size already."""
+
+
+class Rebound(NamedTuple):
+    """What a rebind did.
+
+    Attributes:
+        binding: that holds now. A new one has mode ``fixed``, and equals none before it.
+        outcome: how it came about.
+    """
+
+    binding: Binding
+    outcome: Outcome
+
+
 def rebind(
     data_dir: Path,
     chunk_size: int,
     confirm: Confirm,
     *,
     max_chunk_size: int = geometry.DEFAULT_MAX_CHUNK_SIZE,
+    force: bool = False,
     say: Say = lambda text: None,
-) -> Binding:
+) -> Rebound:
     """Bind a data dir to another chunk size; what is stored becomes stale.
+
+    Bound to that size already, it stays as it is, and nothing is asked: to repeat a rebind
+    must cost nothing. Only one that was interrupted is completed.
 
     Args:
         data_dir: of a server that does not run.
         chunk_size: tokens.
         confirm: called once all checks have passed, before anything is changed.
         max_chunk_size: tokens; larger ones are refused, as a server would.
+        force: a new binding also to the size that it has.
         say: told the room that is needed, before anything is changed.
-
-    Returns:
-        The new binding, in mode ``fixed``, equal to none before it.
 
     Durable: on return. Threads: one, with no other in the process.
 
@@ -71,6 +98,9 @@ def rebind(
                 f"data dir {data_dir} is not bound yet, expected one that is",
                 hint=f"lmcache-persist serve --data-dir {data_dir} --chunk-size {chunk_size}",
             )
+        if chunk_size == binding.chunk_size and not force:
+            completed = complete(paths, found, say)
+            return Rebound(binding, Outcome.COMPLETED if completed else Outcome.UNCHANGED)
         say_and_check_manifest_room(say, paths.root)
         confirm(_losses(paths, found, binding, chunk_size))
         new = _successor(binding, chunk_size)
@@ -78,7 +108,33 @@ def rebind(
             if found.held != binding:
                 manifest.rebind(found.held.binding_id, binding)
             _write(paths, found, manifest, binding, new)
-    return new
+    return Rebound(new, Outcome.BOUND)
+
+
+def complete(paths: DataDir, found: Found, say: Say) -> bool:
+    """Let the manifest follow, if a rebind was interrupted that the store has.
+
+    Args:
+        paths: the data dir's, whose lock the caller holds.
+        found: in it, checked together.
+        say: told the room that is needed, before anything is changed.
+
+    Returns:
+        Whether there was one.
+
+    Durable: on return.
+
+    Raises:
+        DiskTooSmall: there is no room for the manifest; both numbers are named.
+        PersistError: the disk failed.
+    """
+    held, binding = found.held, found.binding
+    if held is None or binding is None or held == binding:
+        return False
+    say_and_check_manifest_room(say, paths.root)
+    with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
+        manifest.rebind(held.binding_id, binding)
+    return True
 
 
 def _check_size(chunk_size: int, maximum: int) -> None:
@@ -95,15 +151,20 @@ def _losses(paths: DataDir, found: Found, binding: Binding, chunk_size: int) -> 
         f"{paths.root} is bound to chunk size {binding.chunk_size} since {binding.bound_at};"
         f" from now on it is bound to {chunk_size}"
     )
+    if chunk_size == binding.chunk_size:
+        change = (
+            f"{paths.root} is bound to chunk size {chunk_size} already, since {binding.bound_at};"
+            " a new binding to the same size changes nothing but what follows"
+        )
     if found.store is not StoreState.PRESENT:
         return [change, "there is no usable store: the next start makes an empty one"]
     with OfflineStore.open(paths.store) as store:
-        usage = store.usage()
+        losses = losses_of(store.usage())
     loss = (
-        f"this throws away {amount(usage.objects, usage.bytes)}: they are never found again, and"
-        " removed while a server runs"
+        f"this throws away {amount_of(losses)}: they are never found again, and removed while a"
+        " server runs"
     )
-    return [change, loss, *per_model(rows_of(usage), found.names)]
+    return [change, loss, *per_model(losses, found.names)]
 
 
 def _successor(before: Binding, chunk_size: int) -> Binding:

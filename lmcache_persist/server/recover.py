@@ -17,8 +17,9 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import ManifestUnreadable, StoreMismatch
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
 from lmcache_persist.server import backup_file, crashes, recovery
-from lmcache_persist.server.losses import amount
+from lmcache_persist.server.losses import amount_of, losses_of
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
+from lmcache_persist.server.rebind import complete
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_manifest_room
 from lmcache_persist.store.offline import OfflineStore
@@ -56,7 +57,7 @@ def recover(
         refuse_if_resetting(paths)
         found, damage = _look(paths)
         if damage is None and found.binding is not None:
-            return _of_good(found, found.binding, paths)
+            return _of_good(found, found.binding, paths, say)
         stamp = _stamp_of(found, paths, damage)
         say_and_check_manifest_room(say, paths.root)
         done = []
@@ -90,7 +91,7 @@ def _losses(paths: DataDir, found: Found, damage: str) -> list[str]:
     if found.store is StoreState.PRESENT:
         with OfflineStore.open(paths.store) as store:
             usage = store.usage()
-        lines.append(f"nothing that is stored is lost: {amount(usage.objects, usage.bytes)}")
+        lines.append(f"nothing that is stored is lost: {amount_of(losses_of(usage))}")
     return lines
 
 
@@ -103,13 +104,11 @@ def _look(paths: DataDir) -> tuple[Found, str | None]:
         return recovery.look_at_store(paths, deep=deep), error.message
 
 
-def _of_good(found: Found, binding: Binding, paths: DataDir) -> list[str]:
+def _of_good(found: Found, binding: Binding, paths: DataDir, say: Say) -> list[str]:
     recovery.check_together(found, paths.root)
-    if found.held is None or found.held == binding:
-        return [f"nothing to do: the manifest is bound to chunk size {binding.chunk_size}"]
-    with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
-        manifest.rebind(found.held.binding_id, binding)
-    return [f"the interrupted rebind to chunk size {binding.chunk_size} is complete"]
+    if complete(paths, found, say):
+        return [f"the interrupted rebind to chunk size {binding.chunk_size} is complete"]
+    return [f"nothing to do: the manifest is bound to chunk size {binding.chunk_size}"]
 
 
 def _stamp_of(found: Found, paths: DataDir, damage: str | None) -> Binding:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmcache_persist.errors import ConfigError
 from lmcache_persist.identity import differing_fields
 from lmcache_persist.manifest.catalog import BootRow, ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot
+from lmcache_persist.server import naming
 from lmcache_persist.store.base import Usage
 from lmcache_persist.store.survey import ModelSurvey, Survey
 
@@ -25,8 +25,6 @@ MAX_DIFFERENCES = 20
 MAX_BOOTS_SHOWN = 100
 MAX_IF_SHORT = 100
 """Models, or rejections, of a document that would not fit a message; the latest are kept."""
-MIN_PREFIX_CHARS = 6
-"""Hex digits by which a fingerprint may be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def inspect_document(seen: Seen, *, model: str = "", details: bool = False) -> d
         Plain JSON values, with the keys in the order of docs/cli.md.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or it is not clear which.
     """
     snapshot, usage = seen.snapshot, seen.usage
     wanted = set(matching(snapshot.models, usage, model))
@@ -100,27 +98,14 @@ def matching(models: Sequence[ModelRow], usage: Usage | None, wanted: str) -> li
     Args:
         models: the manifest's.
         usage: the store's, if known.
-        wanted: a name, a fingerprint or the beginning of one; empty for all.
+        wanted: as :func:`.naming.meant` takes it; empty for all.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is not clear which.
     """
     names = {row.fingerprint: row.name for row in models}
-    known = [*names, *(usage.by_fingerprint if usage else ())]
-    prefix = wanted.lower() if len(wanted) >= MIN_PREFIX_CHARS else None
-    found = [
-        one
-        for one in dict.fromkeys(known)
-        if not wanted or names.get(one) == wanted or (prefix and one.startswith(prefix))
-    ]
-    if wanted and not found:
-        others = sorted({row.name for row in models})[:8]
-        raise ConfigError(
-            f"no model {wanted!r} is known here",
-            hint=f"a name or {MIN_PREFIX_CHARS} digits of a fingerprint; known: "
-            + (", ".join(others) or "none"),
-        )
-    return found
+    stored = list(usage.by_fingerprint) if usage else []
+    return naming.meant(names, stored, wanted) if wanted else list(dict.fromkeys([*names, *stored]))
 
 
 def fit(document: dict[str, Any], limit_bytes: int) -> bytes:

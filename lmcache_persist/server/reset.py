@@ -17,24 +17,37 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import DataDirUnusable, PersistError
 from lmcache_persist.manifest import files, read_snapshot
 from lmcache_persist.posix import sync_folder
-from lmcache_persist.server.losses import amount, per_model, rows_of
+from lmcache_persist.server import crashes
+from lmcache_persist.server.losses import amount_of, losses_of, objects_amount, per_model
 from lmcache_persist.server.offline import Confirm, existing_data_dir
+from lmcache_persist.server.room import NO_ROOM, Say
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
 
 
-def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
-    """Throw away everything that a data dir holds, readable or not.
+def reset(
+    data_dir: Path,
+    confirm: Confirm,
+    *,
+    pool_dir: Path,
+    say: Say = lambda text: None,
+) -> list[str]:
+    """Throw away everything that a data dir holds, readable or not. Repeatable.
+
+    The lock file stays: whoever opened it before and locks it after would hold a file that
+    nobody else can see, beside a server that made a new one.
 
     Args:
         data_dir: of a server that does not run.
-        confirm: called with what will be gone, before anything is changed.
+        confirm: called with what will be gone, before anything is changed; not if there is
+            nothing.
         pool_dir: where a killed server may have left its pool.
+        say: told the room that is needed, before anything is changed.
 
     Returns:
-        What was thrown away, in words.
+        What was thrown away, in words; empty if there was nothing.
 
     Durable: on return. Threads: one.
 
@@ -50,8 +63,14 @@ def reset(data_dir: Path, confirm: Confirm, *, pool_dir: Path) -> list[str]:
         )
     with DataDirLock.acquire(paths.root):
         contents, details, uuids = _contents(paths)
+        if not contents and not is_pending(paths):
+            return []
         lines = zip(contents, details, strict=True)
-        confirm([line for what, more in lines for line in (f"this throws away {what}", *more)])
+        say(NO_ROOM)
+        if contents:
+            confirm([line for what, more in lines for line in (f"this throws away {what}", *more)])
+        else:
+            contents.append("the mark of a reset or restore that was interrupted")
         for uuid in sorted(uuids):
             pool = PoolPaths.of(pool_dir, uuid)
             if remove_dead_pool(pool):
@@ -82,7 +101,7 @@ def finish(paths: DataDir) -> None:
     try:
         for folder in _store_folders(paths):
             shutil.rmtree(folder)
-        for file in paths.root.glob("crash*.log"):
+        for file in _leftovers(paths):
             file.unlink(missing_ok=True)
         sync_folder(paths.root)
     except OSError as error:
@@ -133,6 +152,12 @@ def _store_folders(paths: DataDir) -> list[Path]:
     return [folder for folder in (paths.store, aside) if folder.is_dir()]
 
 
+def _leftovers(paths: DataDir) -> list[Path]:
+    """Files of servers beside manifest and store, but for the lock."""
+    ours = (*crashes.logs(paths), paths.ballast, paths.socket)
+    return [path for path in ours if os.path.lexists(path)]
+
+
 def _is_data_dir(paths: DataDir) -> bool:
     return (
         is_pending(paths)
@@ -158,14 +183,18 @@ def _contents(paths: DataDir) -> tuple[list[str], list[list[str]], set[str]]:
         lines.append(text)
         details.append(more)
         uuids.add(uuid)
-    if not lines:
-        return ["nothing: manifest and store are absent"], [[]], set()
+    leftovers = [path.name for path in (*files.set_aside_files(paths.manifest), *_leftovers(paths))]
+    if leftovers:
+        lines.append(f"what was left beside them: {', '.join(leftovers)}")
+        details.append([])
     return lines, details, uuids - {""}
 
 
 def _manifest(paths: DataDir) -> tuple[str, str, dict[str, str]]:
     try:
         found = read_snapshot(paths.manifest)
+    except FileNotFoundError:
+        return "side files of a manifest that is absent", "", {}
     except PersistError as error:
         return f"the manifest, which is not readable: {error.message}", "", {}
     if found.binding is None:
@@ -182,7 +211,9 @@ def _store(folder: Path, names: dict[str, str]) -> tuple[str, list[str], str]:
         if not (looks_damaged(folder) or verify_pages(folder)):
             with OfflineStore.open(folder) as store:
                 usage = store.usage()
-                objects = usage.objects + usage.stale_objects
-                text = f"{folder}: {amount(objects, usage.bytes + usage.stale_bytes)}"
-                return text, per_model(rows_of(usage), names), store.meta.uuid
+                losses = losses_of(usage)
+                text = f"{folder}: {amount_of(losses)}"
+                if usage.stale_objects:
+                    text += f", and {objects_amount(usage.stale_objects, usage.stale_bytes)} stale"
+                return text, per_model(losses, names), store.meta.uuid
     return f"{folder}, which is not readable", [], ""

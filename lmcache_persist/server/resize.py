@@ -20,7 +20,7 @@ from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import StoreIOError, Unbound
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import backup_file, crashes, recovery
-from lmcache_persist.server.losses import amount, per_model
+from lmcache_persist.server.losses import Loss, amount_of, objects_amount, per_model
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_room
@@ -175,18 +175,20 @@ def _finish_rebind(paths: DataDir, found: Found) -> None:
 
 def _losses(planned: copying.Plan, capacity_bytes: int, names: dict[str, str]) -> list[str]:
     lines = []
-    lost, stale = planned.too_much, planned.stale.total
-    if lost.total.chunks:
+    lost = [
+        Loss(name, row.chunks, row.objects, row.nbytes)
+        for name, row in planned.too_much.by_model.items()
+    ]
+    stale = planned.stale.total
+    if lost:
         lines.append(
-            f"this throws away {amount(lost.total.objects, lost.total.nbytes)}, the least"
-            f" recently used, for which {approximate_size(capacity_bytes)} have no room:"
+            f"this throws away {amount_of(lost)}, the least recently used, for which"
+            f" {approximate_size(capacity_bytes)} have no room:"
         )
-        lines += per_model(
-            ((name, row.objects, row.nbytes) for name, row in lost.by_model.items()), names
-        )
+        lines += per_model(lost, names)
     if stale.chunks:
         lines.append(
-            f"this throws away {amount(stale.objects, stale.nbytes)} that are stale, which"
+            f"this throws away {objects_amount(stale.objects, stale.nbytes)} that are stale, which"
             " nobody finds"
         )
     return lines

@@ -96,7 +96,8 @@ def restore(
             planned = copying.plan(store, capacity_bytes)
             lost = planned.too_much.total
             if lost.chunks:
-                say(f"{amount(lost.objects, lost.nbytes)} of the backup have no room and stay out")
+                out = amount(lost.chunks, lost.objects, lost.nbytes)
+                say(f"{out} of the backup have no room and stay out")
             binding = _binding(found, new_id=new_id)
             needed = capacity_bytes + source.manifest.stat().st_size + MANIFEST_BYTES
             with _empty_data_dir(data_dir, needed, say) as paths, _marked(paths):

@@ -12,6 +12,9 @@ from lmcache_persist.units import approximate_size
 Say = Callable[[str], None]
 """Told a line for the operator."""
 
+NO_ROOM = "this needs no more room on the disk"
+"""What a verb says that needs none."""
+
 MANIFEST_BYTES = 1 << 20
 """Room for changes of a manifest."""
 

@@ -39,6 +39,13 @@ class Selection:
         """Whether nothing limits it."""
         return self == Selection()
 
+    @property
+    def whole_models(self) -> frozenset[Fingerprint]:
+        """The models of which it means all that there is; empty if something limits it."""
+        if self.fingerprints and self == Selection(fingerprints=self.fingerprints):
+            return self.fingerprints
+        return frozenset()
+
     def in_scope(self, fingerprint: Fingerprint, *, stale: bool) -> bool:
         """Whether a model's chunks count in what ``down_to_bytes`` is about."""
         if self.stale and not stale:
@@ -54,11 +61,14 @@ class Picked:
         keys: of the chunks.
         amounts: what they add up to, by model and whether they are stale.
         cursor: where to go on; None once there is nothing more.
+        pool_chunks: at the end of a live server's preview of whole models: what its pool
+            holds of them, which may not be on disk.
     """
 
     keys: list[ChunkKey] = field(default_factory=list)
     amounts: dict[tuple[Fingerprint, bool], FingerprintUsage] = field(default_factory=dict)
     cursor: bytes | None = None
+    pool_chunks: int = 0
 
     @property
     def bytes(self) -> int:
@@ -76,6 +86,7 @@ class Picked:
         for place, amount in other.amounts.items():
             self._count(place, amount)
         self.cursor = other.cursor
+        self.pool_chunks += other.pool_chunks
 
     def _count(self, place: tuple[Fingerprint, bool], more: FingerprintUsage) -> None:
         held = self.amounts.get(place, FingerprintUsage(0, 0, 0))

@@ -17,7 +17,7 @@ import lmcache_persist
 from lmcache_persist import failpoints
 from lmcache_persist.errors import DataDirUnusable
 from lmcache_persist.server.looking import inspect_offline
-from lmcache_persist.server.rebind import rebind
+from lmcache_persist.server.rebind import Outcome, rebind
 from lmcache_persist.server.recover import recover
 from support.filled import engine_of, fill, filled, hits, prompt
 from support.server import ServerProcess, inspect, run_cli, short_folder
@@ -130,6 +130,21 @@ def test_a_rebind_after_a_killed_one(server: ServerProcess, point: str) -> None:
     assert document["binding"]["chunk_size"] == 1024
     assert document["binding"]["binding_id"] != half["binding_id"]
     assert document["store"]["stale_objects"] == NUM_OBJECTS
+    assert all_good(server)
+
+
+@pytest.mark.parametrize("point", REBIND_OUTCOMES)
+def test_a_killed_rebind_is_repeated(server: ServerProcess, point: str) -> None:
+    """The same rebind again makes one that had decided whole, and no binding beyond it."""
+    killed(point, "rebind", server, "--chunk-size", str(NEW), "--yes")
+    half = look(server)["binding"]
+    done = rebind(server.data_dir, NEW, lambda losses: None)
+    assert look(server)["binding"] == done.binding.summary()
+    expected = {OLD: Outcome.BOUND, NEW: Outcome.COMPLETED}[REBIND_OUTCOMES[point]]
+    if point == "rebind.after_commit":
+        expected = Outcome.UNCHANGED
+    assert done.outcome is expected
+    assert (done.binding.summary() == half) is (expected is not Outcome.BOUND)
     assert all_good(server)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import threading
@@ -13,16 +14,19 @@ import pytest
 
 import lmcache_persist
 from lmcache_persist import protocol
+from lmcache_persist.cli.connection import ask_json
 from lmcache_persist.connector import CacheClient, ClientOptions
-from lmcache_persist.errors import ConfigError, MalformedMessage
+from lmcache_persist.datadir import DataDirLock
+from lmcache_persist.errors import DataDirLocked, MalformedMessage
 from lmcache_persist.identity import Fingerprint
-from lmcache_persist.server.prune import fingerprints_of
+from lmcache_persist.server.prune import prune as prune_files
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.store.base import FingerprintUsage
-from lmcache_persist.store.selection import Picked
+from lmcache_persist.store.selection import Picked, Selection
 from support.emulated import EmulatedEngine
 from support.files import snapshot
 from support.server import ServerProcess, cli_here, json_here, short_folder
+from support.terminals import Interrupted, Terminal
 
 PATIENT = ClientOptions(request_timeout_s=10.0)
 OBJECT_BYTES = 8192
@@ -58,8 +62,8 @@ def hit(engine: EmulatedEngine, chunks: int) -> int:
 
 
 def prune(data_dir: Path, *flags: str) -> dict[str, Any]:
-    """The verb's document."""
-    return json_here("prune", str(data_dir), *flags)
+    """The verb's document; it does not ask."""
+    return json_here("prune", str(data_dir), *flags, "--yes")
 
 
 def test_a_live_server_prunes_a_model_and_goes_on(server: ServerProcess) -> None:
@@ -175,9 +179,12 @@ def shared() -> Iterator[ServerProcess]:
     ("flags", "words"),
     [
         ((), ("--older-than", "reset")),
-        (("--model", "emulated/modle-1"), ("unknown", "nearest is 'emulated/model-1'")),
-        (("--fingerprint", "zz"), ("no model",)),
-        (("--fingerprint", ""), ("expected of one",)),
+        (("--model", "emulated/modle-1"), ("unknown", "nearest name is 'emulated/model-1'")),
+        (("--model", ""), ("is empty", "expected a name")),
+        (("--fingerprint", "zz"), ("no beginning of a fingerprint",)),
+        (("--fingerprint", ""), ("no beginning of a fingerprint",)),
+        (("--fingerprint", "ab12"), ("first 6 or more digits",)),
+        (("--fingerprint", "0" * 64), ("is unknown to this data dir",)),
         (("--older-than", "7 days"), ("no duration", "7d")),
         (("--older-than", "7"), ("with a unit", "7d")),
         (("--older-than", "999999999999s"), ("longer ago",)),
@@ -188,7 +195,7 @@ def test_what_cannot_be_meant_is_refused(
     shared: ServerProcess, flags: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     """Exit code 2, what was wrong, and the way out; nothing is removed."""
-    code, out, err = cli_here("prune", str(shared.data_dir), *flags)
+    code, out, err = cli_here("prune", str(shared.data_dir), *flags, "--yes")
     assert (code, out) == (2, "")
     assert all(word in err for word in words), err
     assert json_here("inspect", str(shared.data_dir))["store"]["objects"] == 2
@@ -215,11 +222,11 @@ def test_ctrl_c_says_how_far_it_came(
         yield step
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lmcache_persist.cli.prune._live", one_step)
+    monkeypatch.setattr("lmcache_persist.cli.prune_steps.live", one_step)
     flags = ["--json"] if as_json else []
     code, out, err = cli_here("prune", str(shared.data_dir), "--stale", *flags)
     assert code == 130
-    assert "interrupted: pruned 3 chunks, 6 objects, 2.93 KiB" in err
+    assert "interrupted: pruned 3 chunks, 6 objects (2.93 KiB)" in err
     if as_json:
         document = json.loads(out)
         assert (document["complete"], document["objects"]) == (False, 6)
@@ -227,17 +234,179 @@ def test_ctrl_c_says_how_far_it_came(
         assert "pruned 3 chunks" in out
 
 
-def test_names_mean_all_of_their_fingerprints() -> None:
-    """A name means each model that has it; with a fingerprint, that one of them."""
-    models = [
-        {"name": "a", "fingerprint": "ab" * 32},
-        {"name": "a", "fingerprint": "ac" * 32},
-        {"name": "b", "fingerprint": "bc" * 32},
-    ]
-    assert fingerprints_of(models, None, None) is None
-    assert fingerprints_of(models, "a", None) == {"ab" * 32, "ac" * 32}
-    assert fingerprints_of(models, "a", "ab") == {"ab" * 32}
-    assert fingerprints_of(models, None, "FF" * 32) == {"ff" * 32}
-    for name, fingerprint in (("a", "bc"), (None, "a"), ("c", None)):
-        with pytest.raises(ConfigError):
-            fingerprints_of(models, name, fingerprint)
+ASKED = "prune? yes or no: "
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, data_dir: Path, *flags: str
+) -> tuple[int, str, str]:
+    """The verb with somebody, or nobody, at its stdin."""
+    monkeypatch.setattr("sys.stdin", stdin)
+    return cli_here("prune", str(data_dir), *flags)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_it_says_what_goes_and_asks(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    """Only a yes removes anything; what is said before is what --dry-run says, and what goes."""
+    with engine_of(server, 1) as one, engine_of(server, 2) as two:
+        store(one, 12)
+        store(two, 5)
+    if not is_live:
+        server.terminate()
+
+    def look() -> Any:
+        return json_here("inspect", str(server.data_dir))["store"]["objects"]
+
+    flags = ("--model", "emulated/model-1")
+    would = prune(server.data_dir, *flags, "--dry-run")["models"][0]
+    loss = (
+        "this throws away 12 chunks, 12 objects (96.00 KiB)\n"
+        f"  emulated/model-1 {would['fingerprint'][:12]}: 12 chunks, 12 objects (96.00 KiB)\n"
+    )
+    assert (would["chunks"], would["objects"], would["bytes"]) == (12, 12, 12 * OBJECT_BYTES)
+    for stdin, is_asked in (
+        (io.StringIO("yes\n"), False),
+        (Terminal("no\n"), True),
+        (Terminal(""), True),
+    ):
+        code, out, err = asked(monkeypatch, stdin, server.data_dir, *flags)
+        assert (code, out, ASKED in err) == (2, "", is_asked), err
+        assert loss in err
+        assert "nothing was changed" in err
+        assert "--yes" in err
+        assert look() == 17
+    code, out, err = asked(monkeypatch, Interrupted(), server.data_dir, *flags)
+    assert (code, out, look()) == (130, "nothing was pruned\n", 17)
+    assert err.endswith("interrupted: nothing was changed\n")
+    code, out, err = asked(monkeypatch, Terminal("yes\n"), server.data_dir, *flags)
+    assert (code, look()) == (0, 5)
+    assert err.endswith(f"{loss}{ASKED}")
+    assert out.endswith("pruned 12 chunks, 12 objects (96.00 KiB)\n")
+    # Nothing is left of it: no question, whoever is there.
+    code, out, err = asked(monkeypatch, io.StringIO(), server.data_dir, *flags)
+    assert (code, out, ASKED in err) == (0, "nothing to prune\n", False), err
+
+
+def test_files_are_locked_while_it_asks(server: ServerProcess) -> None:
+    """No server starts between what was said and what is done; a no leaves every byte."""
+    with engine_of(server, 1) as one:
+        store(one, 3)
+    server.terminate()
+    before = snapshot(server.data_dir)
+
+    def agree(would: Iterator[Picked]) -> bool:
+        assert sum(step.bytes for step in would) == 3 * OBJECT_BYTES
+        with pytest.raises(DataDirLocked):
+            DataDirLock.acquire(server.data_dir, wait_s=0.0)
+        return False
+
+    assert list(prune_files(server.data_dir, Selection(down_to_bytes=0), agree=agree)) == []
+    assert snapshot(server.data_dir) == before
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting ends after one step."""
+    monkeypatch.setattr("lmcache_persist.cli.prune.PREVIEW_S", 0.0)
+
+
+def test_counting_ends_in_time(
+    shared: ServerProcess, monkeypatch: pytest.MonkeyPatch, no_time: None
+) -> None:
+    """A huge store is not walked to its end for a question: it says "at least"."""
+    looked: list[int] = []
+
+    def long(*_: object, dry_run: bool) -> Iterator[Picked]:
+        assert dry_run
+        for _step in range(50):
+            looked.append(1)
+            step = Picked(cursor=b"x" * 8)
+            step.amounts[Fingerprint("ab" * 32), True] = FingerprintUsage(1, 2, 1024)
+            yield step
+
+    monkeypatch.setattr("lmcache_persist.cli.prune_steps._of_server", long)
+    code, _, err = asked(monkeypatch, Terminal("no\n"), shared.data_dir, "--stale")
+    assert (code, len(looked)) == (2, 1)
+    assert "at least 1 chunk, 2 objects (1.00 KiB), and what was not reached" in err
+    assert "unknown model abababababab, stale: 1 chunk, 2 objects (1.00 KiB)\n" in err
+
+
+def test_ctrl_c_while_counting_changes_nothing(
+    shared: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with 130, and says so."""
+
+    def interrupted(*_: object, dry_run: bool) -> Iterator[Picked]:
+        assert dry_run
+        yield Picked(cursor=b"x" * 8)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmcache_persist.cli.prune_steps._of_server", interrupted)
+    code, out, err = asked(monkeypatch, Terminal("yes\n"), shared.data_dir, "--stale")
+    assert (code, out) == (130, "nothing was pruned\n")
+    assert err.count("interrupted: nothing was changed\n") == 1
+
+
+def test_what_only_the_pool_has_is_asked_about(
+    shared: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that the disk evicted may be in the pool still: that is told, and asked about."""
+    fingerprint = json_here("inspect", str(shared.data_dir))["models"][0]["fingerprint"]
+    with CacheClient(shared.url, kind="cli", label="t", options=PATIENT) as client:
+        client.wait_connected(20)
+        for fields, pool_chunks in (
+            ({"fingerprints": [fingerprint]}, 2),
+            ({"fingerprints": [fingerprint], "down_to_bytes": 0}, 0),
+        ):
+            reply = ask_json(client, protocol.AdminPrune, 10, dry_run=True, **fields)
+            assert reply["pool_chunks"] == pool_chunks
+
+    def evicted(*_: object, dry_run: bool) -> Iterator[Picked]:
+        assert dry_run
+        yield Picked(pool_chunks=2)
+
+    monkeypatch.setattr("lmcache_persist.cli.prune_steps._of_server", evicted)
+    code, _, err = asked(monkeypatch, Terminal("no\n"), shared.data_dir, "--model", fingerprint)
+    assert code == 2
+    assert "this throws away 2 chunks that only the server's pool has" in err
+
+
+@pytest.fixture(scope="module")
+def stopped() -> Iterator[Path]:
+    """Files with two chunks of a model, for what changes nothing."""
+    root = short_folder()
+    with ServerProcess(root / "d") as server, engine_of(server, 1) as one:
+        store(one, 2)
+        assert server.terminate() == 0
+        yield server.data_dir
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.parametrize("wanted", ["emulated/modle-1", "abc", "0123456789"])
+def test_inspect_and_prune_name_models_alike(
+    shared: ServerProcess, stopped: Path, wanted: str
+) -> None:
+    """One rule and one wording, of a live server and on files."""
+    said = {
+        cli_here(verb, str(data_dir), "--model", wanted)
+        for verb in ("inspect", "prune")
+        for data_dir in (shared.data_dir, stopped)
+    }
+    ((code, out, err),) = said
+    assert (code, out) == (2, "")
+    assert f"model {wanted!r} is unknown to this data dir" in err
+
+
+def test_a_fingerprint_is_of_the_model_that_is_named(stopped: Path) -> None:
+    """Both selectors mean one model; a beginning does for either."""
+    fingerprint = json_here("inspect", str(stopped))["models"][0]["fingerprint"]
+    for model in ("emulated/model-1", fingerprint[:6], fingerprint):
+        flags = ("--model", model, "--fingerprint", fingerprint[:8], "--dry-run")
+        assert prune(stopped, *flags)["chunks"] == 2
+    for model in ("emulated/model-2", fingerprint[:5]):
+        code, _, err = cli_here(
+            "prune", str(stopped), "--model", model, "--fingerprint", fingerprint[:8], "--yes"
+        )
+        assert (code, f"is of model 'emulated/model-1', expected {model!r}" in err) == (2, True)

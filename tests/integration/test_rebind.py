@@ -11,7 +11,7 @@ from lmcache_persist import protocol
 from support import raw
 from support.files import snapshot
 from support.filled import engine_of, fill, filled, hits, prompt
-from support.server import ServerProcess, inspect, run_cli
+from support.server import ServerProcess, cli_here, inspect, json_here, run_cli
 from support.waiting import wait_until
 
 MakeServer = Callable[..., ServerProcess]
@@ -68,6 +68,31 @@ def test_the_same_size_again_is_another_binding(make_server: MakeServer) -> None
     assert hits(server, 10) == 10 * 256
     wait_until(lambda: stale(server) == 0, "all stale objects are removed")
     assert hits(server, 10) == 10 * 256
+
+
+def test_the_size_that_it_has_is_left_alone(make_server: MakeServer) -> None:
+    """To repeat a rebind costs nothing and asks nothing; with --force all becomes stale."""
+    server = filled(make_server, 10)
+    before, bytes_before = inspect(server.data_dir)["binding"], snapshot(server.data_dir)
+    words = ("rebind", str(server.data_dir), "--chunk-size", "256")
+    code, out, err = cli_here(*words)
+    assert (code, out) == (
+        0,
+        f"nothing to do: bound to chunk size 256 already, binding {before['binding_id']}\n",
+    )
+    assert "--force" in err
+    assert json_here(*words, "--yes") == {"binding": before, "outcome": "unchanged"}
+    assert snapshot(server.data_dir) == bytes_before
+    code, _, err = cli_here(*words, "--force")
+    assert code == 2
+    assert "is bound to chunk size 256 already, since" in err
+    assert "throws away 10 chunks, 10 objects" in err
+    assert snapshot(server.data_dir) == bytes_before
+    done = json_here(*words, "--force", "--yes")
+    assert done["outcome"] == "bound"
+    assert done["binding"]["boundary_id"] == before["boundary_id"]
+    assert done["binding"]["binding_id"] != before["binding_id"]
+    assert stale(server) == 10
 
 
 def test_a_living_client_starts_over(make_server: MakeServer) -> None:
@@ -138,7 +163,7 @@ def test_it_asks_and_changes_nothing_without_a_yes(make_server: MakeServer) -> N
     before = snapshot(server.data_dir)
     done = run_cli("rebind", str(server.data_dir), "--chunk-size", "512")
     assert done.returncode == 2
-    assert "throws away 10 objects" in done.stderr
+    assert "throws away 10 chunks, 10 objects (40.00 KiB)" in done.stderr
     assert "emulated/model" in done.stderr
     assert "more bytes" in done.stderr
     assert "256" in done.stderr

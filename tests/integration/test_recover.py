@@ -14,7 +14,7 @@ import lmcache_persist
 from lmcache_persist.server.looking import inspect_offline
 from support.files import snapshot
 from support.filled import fill, filled, hits
-from support.server import ServerProcess, run_cli, short_folder
+from support.server import ServerProcess, cli_here, json_here, run_cli, short_folder
 
 MakeServer = Callable[..., ServerProcess]
 NUM_OBJECTS = 20
@@ -99,7 +99,7 @@ def test_a_manifest_is_moved_aside_only_if_that_is_confirmed(server: ServerProce
     done = run_cli("recover", str(server.data_dir))
     assert done.returncode == 2
     assert "manifest.sqlite.unreadable" in done.stderr
-    assert f"nothing that is stored is lost: {NUM_OBJECTS} objects" in done.stderr
+    assert f"nothing that is stored is lost: {NUM_OBJECTS} chunks" in done.stderr
     assert snapshot(server.data_dir) == before
     # Where nothing is moved, nothing is asked.
     lose(server.data_dir)
@@ -182,21 +182,53 @@ def test_reset_throws_everything_away(server: ServerProcess) -> None:
     before = snapshot(server.data_dir)
     done = run_cli("reset", str(server.data_dir))
     assert done.returncode == 2
-    assert f"emulated/model {fingerprint[:12]}: {NUM_OBJECTS} objects" in done.stderr
+    assert f"emulated/model {fingerprint[:12]}: {NUM_OBJECTS} chunks" in done.stderr
+    assert "beside them: manifest.sqlite.unreadable, crash.log, ballast, server.sock" in done.stderr
     assert "chunk size 256" in done.stderr
     assert snapshot(server.data_dir) == before
     done = run_cli(
         "reset", str(server.data_dir), "--yes", "--json", "--pool-dir", str(server.pool_dir)
     )
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["removed"]) == 4
+    assert len(json.loads(done.stdout)["removed"]) == 5
     left = {path.name for path in server.data_dir.iterdir()}
-    assert left <= {"server.lock", "server.sock", "ballast", "notes.txt"}
+    assert left == {"server.lock", "notes.txt"}
     assert (server.data_dir / "notes.txt").read_text() == "somebody's own"
     assert list(server.pool_dir.iterdir()) == []
     server.start()
     assert hits(server, NUM_OBJECTS) == 0
     fill(server, 5)
+
+
+def test_a_second_reset_has_nothing_to_do(server: ServerProcess) -> None:
+    """Of an empty data dir nothing is asked and nothing said to be removed, however often."""
+    assert cli_here("reset", str(server.data_dir), "--yes")[0] == 0
+    before = snapshot(server.data_dir)
+    assert set(before) <= {".", "server.lock"}
+    for _ in range(2):
+        code, out, err = cli_here("reset", str(server.data_dir))
+        assert (code, err) == (0, "")
+        assert out == f"nothing to remove: {server.data_dir} is empty already\n"
+    assert json_here("reset", str(server.data_dir)) == {"removed": []}
+    assert snapshot(server.data_dir) == before
+    # What an interrupted one left is finished without a question: it was answered.
+    (server.data_dir / "resetting").touch()
+    assert "interrupted" in json_here("reset", str(server.data_dir))["removed"][0]
+    assert snapshot(server.data_dir) == before
+    server.start()
+    assert hits(server, NUM_OBJECTS) == 0
+
+
+def test_reset_takes_parts_of_a_manifest_and_no_others(server: ServerProcess) -> None:
+    """A file of SQLite without its database goes; names that only look like ours stay."""
+    assert cli_here("reset", str(server.data_dir), "--yes")[0] == 0
+    (server.data_dir / "manifest.sqlite-shm").write_bytes(b"x")
+    (server.data_dir / "crash-notes.log").write_text("somebody's own")
+    code, _, err = cli_here("reset", str(server.data_dir))
+    assert (code, "side files of a manifest that is absent" in err) == (2, True)
+    assert cli_here("reset", str(server.data_dir), "--yes")[0] == 0
+    left = {path.name for path in server.data_dir.iterdir()}
+    assert left == {"server.lock", "crash-notes.log"}
 
 
 def test_reset_takes_what_nobody_can_read(server: ServerProcess) -> None:

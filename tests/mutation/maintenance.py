@@ -9,6 +9,7 @@ PIECES = "tests/unit/store/test_pieces.py::"
 MEMORY = "tests/unit/store/test_memory.py::"
 PRUNE = "tests/integration/test_prune.py::"
 BACKUP = "tests/integration/test_backup.py::"
+REBIND = "tests/integration/test_rebind.py::"
 RESIZE = "tests/integration/test_resize.py::"
 CRASH = "tests/crash/test_maintenance_crash.py::"
 
@@ -40,6 +41,41 @@ MUTATIONS = (
         "    if selection.is_everything:\n",
         "    if False:\n",
         (f"{PRUNE}test_a_message_without_a_selector_is_refused",),
+    ),
+    Mutation(
+        "prune-does-not-ask",
+        "lmcache_persist/cli/prune.py",
+        "        ask([_loss(total, whole), *per_model(_losses(total), known)])\n",
+        "",
+        (f"{PRUNE}test_it_says_what_goes_and_asks",),
+    ),
+    Mutation(
+        "prune-of-unlocked-files",
+        "lmcache_persist/server/prune.py",
+        "    with DataDirLock.acquire(paths.root):\n        backup_file",
+        "    if True:\n        backup_file",
+        (f"{PRUNE}test_files_are_locked_while_it_asks",),
+    ),
+    Mutation(
+        "prune-counts-for-ever",
+        "lmcache_persist/cli/prune.py",
+        "            if time.monotonic() >= until_s:\n",
+        "            if False:\n",
+        (f"{PRUNE}test_counting_ends_in_time",),
+    ),
+    Mutation(
+        "a-beginning-of-several-fingerprints",
+        "lmcache_persist/server/naming.py",
+        "    if len(found) > 1:\n",
+        "    if False:\n",
+        ("tests/unit/server/test_naming.py::test_an_unclear_beginning_lists_what_it_may_be",),
+    ),
+    Mutation(
+        "rebind-to-the-same-size",
+        "lmcache_persist/server/rebind.py",
+        "        if chunk_size == binding.chunk_size and not force:\n",
+        "        if False:\n",
+        (f"{REBIND}test_the_size_that_it_has_is_left_alone",),
     ),
     Mutation(
         "prune-the-disk-alone",

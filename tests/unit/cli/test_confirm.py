@@ -8,13 +8,7 @@ import pytest
 
 from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.errors import ConfigError
-
-
-class Terminal(io.StringIO):
-    """Somebody who types."""
-
-    def isatty(self) -> bool:
-        return True
+from support.terminals import Interrupted, Terminal
 
 
 @pytest.mark.parametrize("answer", ["yes\n", "y\n", "YES", " Yes \n"])
@@ -36,6 +30,16 @@ def test_anything_else_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) -> 
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     with pytest.raises(ConfigError, match="nothing was changed"):
         confirmation("reset", yes=False)(["x"])
+
+
+def test_ctrl_c_is_a_no(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted at the question, it says that nothing was changed."""
+    monkeypatch.setattr("sys.stdin", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        confirmation("reset", yes=False)(["x"])
+    assert capsys.readouterr().err.endswith("\ninterrupted: nothing was changed\n")
 
 
 def test_yes_beforehand_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
