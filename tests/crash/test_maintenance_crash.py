@@ -174,7 +174,9 @@ def killed_server(make_server: Callable[..., ServerProcess], spec: str) -> Serve
 def test_a_server_killed_while_it_prunes(make_server: Callable[..., ServerProcess]) -> None:
     """The verb says how far it came and that nobody answers; what is left is whole steps."""
     server = killed_server(make_server, "evict.before_sync=kill@3")
-    code, _, err = cli_here("prune", str(server.data_dir), "--down-to", "0", "--timeout", "5")
+    code, _, err = cli_here(
+        "prune", str(server.data_dir), "--down-to", "0", "--timeout", "5", "--yes"
+    )
     assert code == 4
     assert "pruned 128 chunks" in err
     assert server.wait() == -9
