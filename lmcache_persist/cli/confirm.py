@@ -28,9 +28,9 @@ def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
                 f"{verb} asks, and there is no terminal to answer at; {NOTHING_CHANGED}",
                 hint="give --yes if that is what you want",
             )
-        sys.stderr.write(f"{verb}? yes or no: ")
-        sys.stderr.flush()
         try:
+            sys.stderr.write(f"{verb}? yes or no: ")
+            sys.stderr.flush()
             answer = sys.stdin.readline()
         except KeyboardInterrupt:
             say(f"\ninterrupted: {NOTHING_CHANGED}")

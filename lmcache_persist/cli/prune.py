@@ -225,7 +225,7 @@ def _count(would: Iterator[Picked], ticker: Ticker) -> tuple[Picked, bool]:
     try:
         for step in would:
             total.add_all(step)
-            ticker.show(f"counting what goes, {_amount(total)} so far; Ctrl-C changes nothing")
+            ticker.show(f"counting: {_amount(total)} so far; Ctrl-C changes nothing")
             if time.monotonic() >= until_s:
                 break
     except KeyboardInterrupt:

@@ -25,6 +25,7 @@ from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
+from lmcache_persist.units import counted
 
 
 def reset(
@@ -201,7 +202,7 @@ def _manifest(paths: DataDir) -> tuple[str, str, dict[str, str]]:
         return "the manifest, which is unbound", "", {}
     text = (
         f"the manifest: bound to chunk size {found.binding.chunk_size} since"
-        f" {found.binding.bound_at}, {len(found.models)} models"
+        f" {found.binding.bound_at}, {counted(len(found.models), 'model')}"
     )
     return text, found.binding.store_uuid, {row.fingerprint: row.name for row in found.models}
 
