@@ -110,6 +110,7 @@ def serve(settings: Settings) -> int:
             deep=crashed,
             thorough=crashes.found_damage(paths),
             condemned=crashes.keeps_crashing(paths),
+            mends=True,
         )
         decision = recovery.decide(found, settings)
         settings = _with_capacity(settings, found)

@@ -24,12 +24,13 @@ from lmcache_persist.errors import (
     FormatTooNew,
     PersistError,
     StoreDamaged,
+    StoreFull,
     StoreMismatch,
 )
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, read_snapshot
 from lmcache_persist.store import data_file, lmdb_disk
 from lmcache_persist.store.format import FORMAT_VERSION
-from lmcache_persist.store.offline import structure_problem, verify_pages
+from lmcache_persist.store.offline import repairing, structure_problem, verify_pages
 from lmcache_persist.store.peek_child import peek_in_child
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Found:
         format_version: of the store.
         capacity_bytes: of the store, 0 if it cannot be told.
         replaced: id of the binding that a rebind stamped over, until the manifest followed.
+        unsound: what of a present store a start mends before it uses it.
     """
 
     snapshot: ManifestSnapshot | None
@@ -70,6 +72,7 @@ class Found:
     format_version: int = 0
     capacity_bytes: int = 0
     replaced: str = ""
+    unsound: str = ""
 
     @property
     def held(self) -> Binding | None:
@@ -98,6 +101,7 @@ class Decision:
         set_aside: move a damaged store away first.
         complete_stamp: the store still needs its stamp.
         replaces: id of the manifest's binding that a rebind stopped short of replacing.
+        mend: why the store is to be mended before it is opened.
         notes: loud lines for the operator.
     """
 
@@ -107,9 +111,17 @@ class Decision:
     complete_stamp: bool = False
     notes: tuple[str, ...] = ()
     replaces: str = ""
+    mend: str = ""
 
 
-def look(paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool = False) -> Found:
+def look(
+    paths: DataDir,
+    *,
+    deep: bool,
+    thorough: bool = False,
+    condemned: bool = False,
+    mends: bool = False,
+) -> Found:
     """Look at a data dir without changing it.
 
     Args:
@@ -119,6 +131,8 @@ def look(paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool 
         thorough: compare the store's databases with each other, too (after the last server
             found the store damaged, which may be no matter of pages).
         condemned: take a present store for damaged: servers keep dying of it.
+        mends: the caller mends what does not count or order as it must in a store whose
+            pages are well; without, such a store is damaged, too.
 
     Raises:
         StartupRefused: manifest or store is there and cannot be understood.
@@ -127,12 +141,17 @@ def look(paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool 
         snapshot = read_snapshot(paths.manifest)
     except FileNotFoundError:
         snapshot = None
-    found = look_at_store(paths, deep=deep, thorough=thorough, condemned=condemned)
+    found = look_at_store(paths, deep=deep, thorough=thorough, condemned=condemned, mends=mends)
     return replace(found, snapshot=snapshot)
 
 
 def look_at_store(
-    paths: DataDir, *, deep: bool, thorough: bool = False, condemned: bool = False
+    paths: DataDir,
+    *,
+    deep: bool,
+    thorough: bool = False,
+    condemned: bool = False,
+    mends: bool = False,
 ) -> Found:
     """As :func:`look`, without the manifest."""
     if not data_file.exists(paths.store):
@@ -144,8 +163,11 @@ def look_at_store(
         if (deep or thorough or lost_power) and (damage := verify_pages(paths.store)):
             return _damaged(paths, damage)
         found = peek_in_child(paths.store)
-        if thorough and (damage := structure_problem(paths.store)):
-            return _damaged(paths, damage)
+        unsound = found.unsound if found else ""
+        if thorough and not unsound:
+            unsound = structure_problem(paths.store) or ""
+        if unsound and not mends:
+            return _damaged(paths, unsound)
     except StoreDamaged as error:
         return _damaged(paths, error.message)
     if found is None:
@@ -160,6 +182,7 @@ def look_at_store(
         format_version=found.format_version,
         capacity_bytes=found.capacity_bytes,
         replaced=found.replaced,
+        unsound="" if lost_power else unsound,
     )
 
 
@@ -199,7 +222,13 @@ def decide(found: Found, settings: Settings) -> Decision:
     if replaces:
         note = f"completing a rebind that was interrupted, to chunk size {binding.chunk_size}"
         notes = (note, *notes)
-    return Decision(binding, complete_stamp=found.stamp is None, notes=notes, replaces=replaces)
+    return Decision(
+        binding,
+        complete_stamp=found.stamp is None,
+        notes=notes,
+        replaces=replaces,
+        mend=found.unsound,
+    )
 
 
 def check_together(found: Found, data_dir: Path) -> None:
@@ -275,7 +304,7 @@ def _decide_unbound(found: Found, data_dir: Path) -> Decision:
         return Decision(
             None, set_aside=True, notes=(f"the empty store is set aside: {found.damage}",)
         )
-    return Decision(None)
+    return Decision(None, mend=found.unsound)
 
 
 def _other_one(data_dir: Path) -> str:
@@ -356,6 +385,8 @@ def carry_out(
     if decision.set_aside:
         _set_aside(paths)
     try:
+        if decision.mend:
+            _mend(paths, decision.mend)
         disk = _open(decision, paths, settings)
     except StoreDamaged as error:
         if decision.binding is None:
@@ -371,6 +402,32 @@ def carry_out(
         decision = replace(decision, store_uuid=decision.binding.store_uuid, complete_stamp=True)
         disk = _open(decision, paths, settings)
     return _or_close(disk, lambda: _complete(disk, decision))
+
+
+def _mend(paths: DataDir, why: str) -> None:
+    """Put right what only counts or orders, so that the chunks are kept.
+
+    Raises:
+        StoreDamaged: that cannot be done.
+    """
+    log.warning("the store does not add up (%s); mending it, which takes a while", why)
+    if problem := verify_pages(paths.store):
+        raise StoreDamaged(problem)
+    try:
+        with repairing(paths.store, digests=False) as work:
+            mended = [one for one in work.run() if one.done]
+    except StoreFull as error:
+        raise StoreDamaged(f"{why}; it cannot be mended: {error.message}") from error
+    if problem := structure_problem(paths.store):
+        raise StoreDamaged(f"{problem}; a repair did not help")
+    dropped = len({one.dropped for one in mended if one.dropped})
+    log.warning(
+        "the store is mended: %d things put right, %d chunks dropped; to check every digest,"
+        " too: lmcache-persist verify %s",
+        len(mended),
+        dropped,
+        paths.root,
+    )
 
 
 def _set_aside(paths: DataDir) -> None:

@@ -10,19 +10,21 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import lmdb.verify
 
 from lmcache_persist.binding import Binding
-from lmcache_persist.errors import StoreIOError
+from lmcache_persist.errors import StoreDamaged, StoreIOError
 from lmcache_persist.store import data_file, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, ChunkRecord
+from lmcache_persist.store.capacity import PageBudget
 from lmcache_persist.store.check import Progress, Violation, check_store
 from lmcache_persist.store.data_file import capacity_told, set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
-from lmcache_persist.store.lmdb_reader import StoreReader
+from lmcache_persist.store.lmdb_reader import StoreReader, usage_of
 from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_select import record_of
 from lmcache_persist.store.repair import Repair
@@ -56,6 +58,7 @@ class StorePeek:
         capacity_bytes: what it was made for, or grown to.
         size_bytes: length of the data file.
         replaced: id of the binding that a rebind stamped over, until the manifest followed.
+        unsound: what must be mended before anything can be written: counters, totals.
     """
 
     uuid: str
@@ -66,6 +69,7 @@ class StorePeek:
     capacity_bytes: int
     size_bytes: int
     replaced: str = ""
+    unsound: str = ""
 
 
 def peek(directory: Path) -> StorePeek | None:
@@ -81,7 +85,6 @@ def peek(directory: Path) -> StorePeek | None:
         return None
     with lmdb_open.open_offline(directory) as (env, dbs), env.begin(buffers=True) as txn:
         meta = lmdb_open.read_meta(txn, dbs)
-        lmdb_open.read_counters(txn, dbs)  # without them nothing can be written
         return StorePeek(
             uuid=meta.uuid,
             format_version=meta.format_version,
@@ -91,7 +94,16 @@ def peek(directory: Path) -> StorePeek | None:
             capacity_bytes=env.info()["map_size"],
             size_bytes=path.stat().st_size,
             replaced=meta.replaced,
+            unsound=_unsound(txn, dbs, env.info()["map_size"]),
         )
+
+
+def _unsound(txn: Any, dbs: Databases, map_bytes: int) -> str:
+    try:
+        usage_of(txn, dbs, fmt.NO_BINDING, PageBudget.of(map_bytes))
+    except StoreDamaged as error:
+        return error.message
+    return ""
 
 
 def looks_damaged(directory: Path) -> str | None:
@@ -231,10 +243,11 @@ class OfflineStore(StoreReads):
 def repairing(
     directory: Path,
     *,
-    unwanted: Mapping[str, str],
-    progress: Progress,
+    unwanted: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    digests: bool = True,
 ) -> Iterator[Repair]:
-    """A repair of the store in ``directory``, digests included, to be run in the block.
+    """A repair of the store in ``directory``, to be run in the block.
 
     The caller holds the data dir's lock, exclusively, and has walked the tree pages.
 
@@ -253,7 +266,7 @@ def repairing(
                 env,
                 dbs,
                 reader.budget,
-                read=reader.read_extent,
+                read=reader.read_extent if digests else None,
                 unwanted=unwanted,
                 progress=progress,
             )

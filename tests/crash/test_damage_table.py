@@ -24,12 +24,15 @@ import pytest
 
 from lmcache_persist import failpoints
 from lmcache_persist.connector import ClientOptions
+from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import PersistError
 from lmcache_persist.manifest import read_snapshot
+from lmcache_persist.server import recovery
 from lmcache_persist.server.offline import check
 from lmcache_persist.store import format as fmt
 from support.emulated import EmulatedEngine
 from support.files import snapshot
+from support.mutilate import alter
 from support.results import SOAKING, kept_on_failure
 from support.server import ServerProcess, short_folder
 from support.waiting import wait_until
@@ -266,7 +269,6 @@ LOST: dict[str, tuple[Damage, str]] = {
     "noise in the main tree": (noise("main"), "set aside"),
     "noise in the description": (noise("meta"), "set aside"),
     "description gone": (in_meta(fmt.META_STORE, None), "set aside"),
-    "counters gone": (in_meta(fmt.META_COUNTERS, None), "set aside"),
     "description altered": (in_meta(fmt.META_STORE, b"x" * 40), "set aside"),
 }
 
@@ -294,6 +296,59 @@ def test_lost_bytes_are_lost_cache(prepared: Callable[..., ServerProcess], name:
         server.start()
         assert server.log().count("starting empty") == 1
     assert (server.data_dir / "store.damaged").exists() == ("gone" not in said)
+
+
+UNSOUND = {
+    "lost counters": "",
+    "broken totals": "",
+    "lost totals": "totals would become less than nothing",
+    "swapped order": "its order is another one's",
+}
+"""Ways to alter a store (see :mod:`support.mutilate`), and what its last server said of it."""
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_only_counts_or_orders_is_mended(
+    prepared: Callable[..., ServerProcess], name: str
+) -> None:
+    """A store whose pages are well is never set aside: a start puts it right and keeps it."""
+
+    def damage(folder: Path) -> None:
+        alter(folder / "store", name)
+        if UNSOUND[name]:
+            (folder / "crash.log").write_text(f"store damaged: {UNSOUND[name]}\n")
+
+    server = prepared(damage)
+    # A verb that is no start leaves it to the one that mends.
+    look = recovery.look(DataDir(server.data_dir), deep=False, thorough=bool(UNSOUND[name]))
+    assert look.store is recovery.StoreState.DAMAGED
+    bound = binding_id(server.data_dir)
+    server.start()
+    assert server.log().count("the store is mended") == 1
+    assert "starting empty" not in server.log()
+    assert hits(server) == NUM_CHUNKS
+    server.kill()
+    assert binding_id(server.data_dir) == bound
+    assert [str(violation) for violation in check(server.data_dir)] == []
+    assert not (server.data_dir / "store.damaged").exists()
+    if name == "broken totals":  # no loop: another start has nothing to mend
+        server.start()
+        assert server.log().count("the store is mended") == 1
+        assert hits(server) == NUM_CHUNKS
+
+
+def test_what_cannot_be_mended_is_set_aside(prepared: Callable[..., ServerProcess]) -> None:
+    """Totals that cannot be read in a store with a broken page: it starts all the same, empty."""
+
+    def damage(folder: Path) -> None:
+        alter(folder / "store", "broken totals")
+        noise("extents")(folder)
+
+    server = prepared(damage).start()
+    assert server.log().count("starting empty under binding") == 1
+    assert "is mended" not in server.log()
+    assert hits(server) == 0
+    assert (server.data_dir / "store.damaged").exists()
 
 
 @pytest.mark.parametrize("name", ["chunks", "order", "totals", "extents", "free"])
@@ -748,6 +803,7 @@ from pathlib import Path
 from lmcache_persist.cli.exit_codes import exit_code_of
 from lmcache_persist.cli.output import say_error
 from lmcache_persist.config import Settings
+from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import PersistError
 from lmcache_persist.server.app import serve
 

@@ -48,16 +48,16 @@ MUTATIONS = (
     Mutation(
         "counters-not-looked-at",
         _STORE + "offline.py",
-        "        lmdb_open.read_counters(txn, dbs)  # without them nothing can be written\n",
+        '            unsound=_unsound(txn, dbs, env.info()["map_size"]),\n',
         "",
-        ("tests/unit/store/test_peek_child.py::test_a_store_without_counters_is_damaged",),
+        ("tests/unit/store/test_peek_child.py::test_what_must_be_mended_is_told",),
     ),
     Mutation(
         "damage-at-opening-ends-the-start",
         _SERVER + "recovery.py",
         "        if decision.binding is None:\n            error.hint",
         "        if True:\n            error.hint",
-        (_DAMAGE + "test_noise_in_a_tree_never_loops",),
+        (_DAMAGE + "test_what_cannot_be_mended_is_set_aside",),
     ),
     Mutation(
         "repair-drops-what-the-disk-does-not-read",
@@ -156,6 +156,13 @@ MUTATIONS = (
         "        except OSError:\n            env.close()\n            raise\n        return env\n",
         "        except OSError:\n            raise\n        return env\n",
         (_FAULT + "test_every_call_of_the_store_fails_in_turn",),
+    ),
+    Mutation(
+        "what-can-be-mended-is-set-aside",
+        _SERVER + "app.py",
+        "            mends=True,\n",
+        "",
+        (_DAMAGE + "test_what_only_counts_or_orders_is_mended",),
     ),
     Mutation(
         "late-verdict-drops-the-new-copy",

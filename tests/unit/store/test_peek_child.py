@@ -36,11 +36,16 @@ def test_it_sees_what_a_look_sees(directory: Path) -> None:
     assert peek_in_child(directory / "absent") is None
 
 
-def test_a_store_without_counters_is_damaged(directory: Path) -> None:
-    """Nothing can be written to it: whoever looks first is told."""
-    alter(directory, "lost counters")
-    with pytest.raises(StoreDamaged, match="counters"):
-        peek(directory)
+@pytest.mark.parametrize(
+    ("name", "what"), [("lost counters", "counters"), ("broken totals", "totals")]
+)
+def test_what_must_be_mended_is_told(directory: Path, name: str, what: str) -> None:
+    """Nothing can be written to such a store: who looks first is told, and knows whose it is."""
+    alter(directory, name)
+    found = peek(directory)
+    assert found is not None
+    assert what in found.unsound
+    assert found.stamp == binding()
 
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS])
