@@ -17,8 +17,8 @@ reserved u16, table (rank u16, group u16, bytes u64 per object), digests (16 per
 
 ``meta`` holds JSON with a checksum in front: ``store`` (format version, uuid), ``stamp`` (the whole
 binding), ``rebind`` (the id of the binding that the stamp replaced, until the manifest has
-followed), ``counters``, ``shutdown`` (present only after a clean one), ``mode``; and
-``probe``, plain bytes.
+followed), ``counters``, ``shutdown`` (present only after a clean one), ``mode``, ``unsettled``
+(present while what lost records left behind is not removed yet); and ``probe``, plain bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ META_REBIND = b"rebind"
 META_SHUTDOWN = b"shutdown"
 META_MODE = b"mode"
 META_PROBE = b"probe"
+META_UNSETTLED = b"unsettled"
 
 PROBE_BYTES = 4096
 """Large enough to get pages of its own, as extents do."""

@@ -79,6 +79,7 @@ class LmdbDisk(StoreReads, DiskTier):
         self._dbs: Databases = lmdb_open.open_databases(env, create=False)
         self._writer = threading.RLock()
         self._closed = False
+        self._unsettled = False
         self._touching = threading.Lock()
         self._touches: dict[ChunkKey, int] = {}  # hits, in the order to apply them
         self._reader = StoreReader(directory, env, self._dbs)
@@ -151,6 +152,7 @@ class LmdbDisk(StoreReads, DiskTier):
             with self._env.begin(write=True) as txn:
                 txn.delete(fmt.META_SHUTDOWN, db=self._dbs.meta)
                 txn.put(fmt.META_MODE, fmt.encode_meta(mode), db=self._dbs.meta)
+                self._unsettled = txn.get(fmt.META_UNSETTLED, db=self._dbs.meta) is not None
             self._env.sync(True)
 
     def stamp(self) -> Binding | None:
@@ -216,6 +218,7 @@ class LmdbDisk(StoreReads, DiskTier):
                 changes.finish()
                 if before:
                     failpoints.hit(before)
+            self._unsettled |= changes.lost
             if after:
                 failpoints.hit(after)
             return result
@@ -408,8 +411,18 @@ class LmdbDisk(StoreReads, DiskTier):
             step = self._budget.chunks_per_eviction
             for start in range(0, len(touches), step):
                 self._apply(touches[start : start + step], {})
-            if bad:
-                self._apply([], bad)
+            self._drop(bad)
+
+    def _settle(self) -> None:
+        """Remove what lost records left behind; a crash meanwhile leaves that to the next start."""
+        if not self._unsettled:
+            return
+        try:
+            Repair(self._env, self._dbs, self._budget).settle()
+        except StoreFull as error:
+            logger.warning("store %s: it is put in order later: %s", self.directory, error)
+        else:
+            self._unsettled = False
 
     def _apply(
         self, touches: list[tuple[ChunkKey, int]], bad: Mapping[ChunkKey, int | None]
@@ -428,12 +441,15 @@ class LmdbDisk(StoreReads, DiskTier):
     def drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         """See :meth:`DiskTier.drop`; many chunks take several transactions."""
         with self._writer:
-            dropped: list[ChunkKey] = []
-            step = self._budget.chunks_per_eviction
-            meant = list(copies.items())
-            for start in range(0, len(meant), step):
-                dropped += self._apply([], dict(meant[start : start + step]))
-            return dropped
+            return self._drop(copies)
+
+    def _drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
+        dropped: list[ChunkKey] = []
+        step, meant = self._budget.chunks_per_eviction, list(copies.items())
+        for start in range(0, len(meant), step):
+            dropped += self._apply([], dict(meant[start : start + step]))
+        self._settle()
+        return dropped
 
     def repair(self) -> list[Mended]:
         """See :meth:`DiskTier.repair`."""

@@ -1,13 +1,15 @@
 """One writing transaction on the store: the only code that changes records.
 
-Whatever it changes, ``chunks``, ``extents``, ``order`` and ``totals`` agree when it ends.
+Whatever it changes, ``chunks``, ``extents``, ``order`` and ``totals`` agree when it ends. Only a
+record that proves bad takes with it what it alone knew: what that leaves behind is noted in
+``meta``, in the same transaction, and removed by :meth:`.repair.Repair.settle`.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from lmcache_persist import failpoints
@@ -38,6 +40,9 @@ class StoreTxn:
         dbs: the handles.
         binding_id: what new records are written under.
 
+    Attributes:
+        lost: whether a record proved bad.
+
     Threads: the one that began ``txn``.
     """
 
@@ -46,7 +51,7 @@ class StoreTxn:
         self._dbs = dbs
         self._binding_id = binding_id
         self._totals: dict[bytes, fmt.Totals] = {}
-        self._recount = False
+        self.lost = False
         self.counters = read_counters(txn, dbs)
 
     def live_pages(self) -> int:
@@ -62,7 +67,7 @@ class StoreTxn:
         if record is None:
             self._txn.delete(key, db=self._dbs.chunks)
             self.counters.dropped += 1
-            self._recount = True
+            self.lost = True
         return record
 
     def put(self, write: ChunkWrite, order: int, *, like: ChunkRecord | None = None) -> None:
@@ -253,8 +258,6 @@ class StoreTxn:
 
     def finish(self) -> None:
         """Write totals and counters; to be called last."""
-        if self._recount:
-            self._count_again()
         for key, totals in self._totals.items():
             if totals.chunks == 0:
                 self._txn.delete(key, db=self._dbs.totals)
@@ -264,39 +267,8 @@ class StoreTxn:
             except struct.error as error:
                 raise StoreDamaged(f"totals would become {totals}") from error
         self._txn.put(fmt.META_COUNTERS, self.counters.encode(), db=self._dbs.meta)
-
-    def _count_again(self) -> None:
-        """After a record was lost: count anew, and remove what no good record speaks of."""
-        self._totals = {key: fmt.Totals() for key, _ in self._txn.cursor(db=self._dbs.totals)}
-        serials: set[int] = set()
-        orders: dict[bytes, bytes] = {}
-        bad: list[bytes] = []
-        for key, value in self._txn.cursor(db=self._dbs.chunks):
-            record = _decode(value, key)
-            if record is None:
-                bad.append(key)
-                continue
-            serials.add(record.serial)
-            orders[fmt.order_key(record.order)] = key
-            total = fmt.totals_key(record.binding_id, record.key)
-            self._totals.setdefault(total, fmt.Totals()).add(record)
-        for key in bad:
-            self._txn.delete(key, db=self._dbs.chunks)
-            self.counters.dropped += 1
-        self._delete_where(
-            self._dbs.extents, lambda key, _: fmt.decode_extent_key(key)[0] not in serials
-        )
-        self._delete_where(self._dbs.order, lambda key, value: orders.get(key) != value)
-        self._recount = False
-
-    def _delete_where(self, handle: Any, condition: Callable[[bytes, bytes], bool]) -> None:
-        cursor = self._txn.cursor(db=handle)
-        found = cursor.first()
-        while found:
-            if condition(*cursor.item()):
-                found = cursor.delete()
-            else:
-                found = cursor.next()
+        if self.lost:
+            self._txn.put(fmt.META_UNSETTLED, fmt.encode_meta({}), db=self._dbs.meta)
 
 
 def _decode(value: bytes, key: bytes) -> ChunkRecord | None:

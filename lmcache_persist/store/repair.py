@@ -122,6 +122,21 @@ class Repair:
             if not found:
                 return
 
+    def settle(self) -> None:
+        """Remove what lost records left behind, and count anew; looks into no chunk.
+
+        Durable: all of it, on return. Until then ``meta`` has the note of it.
+
+        Raises:
+            StoreDamaged, StoreFull, StoreIOError: as :meth:`run`; what was done is done.
+        """
+        for _ in range(MAX_ROUNDS):
+            if not any([*self._leftovers(), *self._totals()]):
+                break
+        with mapping_errors("a repair of the store failed"):
+            with self._env.begin(write=True) as txn:
+                txn.delete(fmt.META_UNSETTLED, db=self._dbs.meta)
+
     def _round(self) -> Iterator[Mended]:
         yield from self._counters()
         yield from self._chunks()

@@ -9,6 +9,7 @@ _SERVER = "lmcache_persist/server/"
 _POWER = "tests/crash/test_power_cut.py::"
 _DAMAGE = "tests/crash/test_damage_table.py::"
 _FAULT = "tests/crash/test_nth_fault.py::"
+_LMDB = "tests/unit/store/test_lmdb_disk.py::"
 _STALLED = "tests/integration/test_stalled_disk.py::"
 _FULL = "tests/crash/test_full_disk.py::"
 _REPAIR = "tests/unit/store/test_repair.py::"
@@ -163,6 +164,20 @@ MUTATIONS = (
         "            mends=True,\n",
         "",
         (_DAMAGE + "test_what_only_counts_or_orders_is_mended",),
+    ),
+    Mutation(
+        "leftovers-in-one-transaction",
+        _STORE + "repair.py",
+        "        self._step = budget.chunks_per_eviction\n",
+        "        self._step = 1 << 30\n",
+        (_LMDB + "test_many_lost_records_take_bounded_transactions",),
+    ),
+    Mutation(
+        "leftovers-forgotten-by-a-death",
+        _STORE + "lmdb_txn.py",
+        "        if self.lost:\n",
+        "        if False:\n",
+        (_LMDB + "test_a_death_between_two_pieces_is_made_up_for",),
     ),
     Mutation(
         "late-verdict-drops-the-new-copy",

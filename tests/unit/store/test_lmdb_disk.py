@@ -6,8 +6,10 @@ import errno
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -24,6 +26,7 @@ from lmcache_persist.store import data_file, extent_reader, lmdb_disk, offline
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
+from lmcache_persist.store.repair import Repair
 from store_support import MIB, UUID, assert_reads_back, binding, chunk, found, key, read
 
 CAPACITY = 16 * MIB
@@ -389,6 +392,71 @@ def test_bad_record_is_replaced(opened: Opener, directory: Path, value: bytes) -
     assert tier.write([chunk(1)]).written == [key(1)]
     assert_reads_back(tier, [chunk(1), chunk(2)])
     assert tier.usage().bytes == 200_000
+
+
+LOST, KEPT = 120, 20
+
+
+@pytest.fixture
+def many_lost(directory: Path) -> Path:
+    """A store in which most records are bad."""
+    tier = LmdbDisk.open(directory, CAPACITY, uuid=UUID)
+    tier.write([chunk(number, 5000) for number in range(LOST + KEPT)])
+    tier.close()
+    with _raw(directory) as env, env.begin(write=True) as txn:
+        chunks = env.open_db(b"chunks", txn=txn)
+        for number in range(LOST):
+            txn.put(key(number), b"garbage", db=chunks)
+    (directory / "lock.mdb").unlink()
+    return directory
+
+
+def lose(tier: LmdbDisk) -> None:
+    """Have every bad record found and dropped."""
+    keys = [key(number) for number in range(LOST + KEPT)]
+    assert found(tier, keys) == [False] * LOST + [True] * KEPT
+    tier.apply_touches()
+
+
+def test_many_lost_records_take_bounded_transactions(
+    many_lost: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they leave behind is removed in pieces that the pages held back allow for."""
+    deletes: Counter[int] = Counter()
+    delete = Repair._delete
+
+    def counted(self: Repair, txn: lmdb.Transaction, handle: Any, key: bytes) -> None:
+        deletes[txn.id()] += 1
+        delete(self, txn, handle, key)
+
+    monkeypatch.setattr(Repair, "_delete", counted)
+    tier = opened()
+    lose(tier)
+    assert sum(deletes.values()) == 2 * LOST, "an extent and a place in the order each"
+    assert max(deletes.values()) <= tier._budget.chunks_per_eviction < LOST
+    usage = tier.usage()
+    assert (usage.chunks, usage.bytes, usage.dropped_chunks) == (KEPT, KEPT * 5000, LOST)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3])
+def test_a_death_between_two_pieces_is_made_up_for(
+    many_lost: Path, opened: Opener, piece: int
+) -> None:
+    """The next server goes on where the one before it died, without being told by a read."""
+    tier = LmdbDisk.open(many_lost, CAPACITY)
+    failpoints.configure(f"repair.before_sync=error@{piece}")
+    try:
+        with pytest.raises((StoreIOError, OSError)):
+            lose(tier)
+    finally:
+        failpoints.configure("")
+    tier._reader.close(0)
+    tier._env.close()
+    assert list(offline.check(many_lost, digests=False)) != []
+    tier = opened()
+    tier.apply_touches()
+    assert tier.usage().chunks == KEPT
+    assert not tier._unsettled
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone", "swapped"])
