@@ -12,6 +12,7 @@ import typer
 
 from lmcache_persist.cli.connection import connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
+from lmcache_persist.cli.layout import Column, Kind
 from lmcache_persist.cli.live import endpoint_of
 from lmcache_persist.cli.negotiate import parse_groups
 from lmcache_persist.cli.options import AnswerTimeout, Json, ServedDir, Server
@@ -19,7 +20,15 @@ from lmcache_persist.cli.output import ending, plain, say, write, write_json, wr
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.errors import ConfigError, PersistError, Unbound
 from lmcache_persist.geometry import Group, check_compatible, groups_from_sizes
-from lmcache_persist.units import approximate_size, parse_size
+from lmcache_persist.units import (
+    approximate_duration,
+    approximate_size,
+    counted,
+    exact_size,
+    format_size,
+    parse_size,
+    size_rate,
+)
 
 if TYPE_CHECKING:
     from lmcache_persist.cli.bench_worker import BenchWorker
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 PROMPT_CHUNKS = 16
 _MAX_SHARE = 0.9
 """Of the capacity: what stays below evicts nobody's objects."""
+MAX_OBJECTS = 1_000_000
+"""Of one run: each takes a moment, and some memory here."""
 
 
 @ending
@@ -127,27 +138,52 @@ def _worker(
         RegistrationError: the server refuses a chunk of this size.
     """
     from lmcache_persist.cli.bench_worker import BenchWorker
+    from lmcache_persist.store.capacity import LMDB_PAGE_BYTES, chunk_pages
+    from lmcache_persist.store.objects import Place
 
     binding = client.binding
     if binding is None:
         raise Unbound(f"server {client.endpoint} is not bound any more")
     members = sum(group.cacheable for group in groups)
     stats = client.stats(timeout_s)
-    _check_room(stats["disk"], chunks * members * object_bytes, evict=evict)
+    _check_amounts(chunks, members, object_bytes, stats["pool"]["size_bytes"])
     # A quarter of the pool: half of what one client may hold.
     fitting = stats["pool"]["size_bytes"] // 4 // (members * object_bytes)
-    prompt_chunks = max(1, min(PROMPT_CHUNKS, chunks, fitting))
     worker = BenchWorker(
         client,
         groups,
         binding.chunk_size,
         object_bytes=object_bytes,
-        prompts=max(1, chunks // prompt_chunks),
-        prompt_chunks=prompt_chunks,
+        chunks=chunks,
+        prompt_chunks=max(1, min(PROMPT_CHUNKS, chunks, fitting)),
         timeout_s=timeout_s,
     )
+    # Small objects cost more than their bytes.
+    chunk = {Place(0, group): nbytes for group, nbytes in worker.object_bytes.items()}
+    on_disk = max(worker.total_bytes, chunks * chunk_pages(chunk) * LMDB_PAGE_BYTES)
+    _check_room(stats["disk"], on_disk, evict=evict)
     worker.register()
     return worker
+
+
+def _check_amounts(chunks: int, members: int, object_bytes: int, pool_bytes: int) -> None:
+    """Refuse what no server of this size could do, before anything is asked of it."""
+    if chunks * members > MAX_OBJECTS:
+        raise ConfigError(
+            f"--chunks {chunks} over {counted(members, 'group')} is {chunks * members} objects,"
+            f" expected at most {MAX_OBJECTS}",
+            hint=f"give --chunks {MAX_OBJECTS // members} or less; a larger --object-size stores"
+            " more bytes",
+        )
+    chunk_bytes = members * object_bytes
+    if chunk_bytes > pool_bytes // 2:
+        most = format_size(max(1, pool_bytes // 2 // members // 4096 * 4096))
+        raise ConfigError(
+            f"one chunk over {counted(members, 'group')} takes {exact_size(chunk_bytes)}, more than"
+            f" half of the server's pool of {exact_size(pool_bytes)}",
+            hint=f"give --object-size {most} or less, or start the server with --pool-size"
+            f" {format_size(2 * chunk_bytes)} or more",
+        )
 
 
 def _check_room(disk: dict[str, Any], wanted_bytes: int, *, evict: bool) -> None:
@@ -157,7 +193,7 @@ def _check_room(disk: dict[str, Any], wanted_bytes: int, *, evict: bool) -> None
         return
     free = "an unknown part" if room is None else approximate_size(max(0, room))
     raise ConfigError(
-        f"the bench would store {approximate_size(wanted_bytes)}, of the disk tier's"
+        f"the bench may take {approximate_size(wanted_bytes)} on disk, of the disk tier's"
         f" {approximate_size(capacity)} there is {free} to spare: others' objects might be evicted",
         hint="lower --chunks or --object-size, or give --evict if that does not matter",
     )
@@ -220,7 +256,7 @@ def _run(client: CacheClient, worker: BenchWorker, timeout_s: float) -> dict[str
 
 
 def _gib_per_s(nbytes: int, elapsed_s: float) -> float | None:
-    return round(nbytes / elapsed_s / 2**30, 3) if elapsed_s > 0 else None
+    return nbytes / elapsed_s / 2**30 if elapsed_s > 0 else None
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -246,32 +282,43 @@ def _write_text(document: dict[str, Any]) -> None:
     for tier, found in document["restore"].items():
         rows.append((f"lookup and load, {tier}", found["bytes"], found["gib_per_s"], None))
     write_table(
-        f"bench of {plain(document['server'])}, chunks of {document['chunk_size']} tokens",
-        ("what", "size", "GiB/s", "p50 ms", "p95 ms", "p99 ms", "max ms"),
+        f"bench of {plain(document['server'])}, chunks of {document['chunk_size']} tokens and"
+        f" {approximate_size(document['chunk_bytes'])}",
+        (
+            Column("what", Kind.WORDS, least=14),
+            Column("size", Kind.NUMBER),
+            Column("rate", Kind.NUMBER),
+            Column("p50", Kind.NUMBER, drop=3),
+            Column("p95", Kind.NUMBER, drop=1),
+            Column("p99", Kind.NUMBER, drop=2),
+            Column("max", Kind.NUMBER, drop=4),
+        ),
         [_row(*row) for row in rows],
     )
     if store["waits_for_disk"]:
-        write(f"stores waited for the disk {store['waits_for_disk']} times: the pool was full")
+        times = counted(store["waits_for_disk"], "time")
+        write(f"stores waited for the disk {times}: the pool was full")
     if load["missing_chunks"]:
-        write(f"{load['missing_chunks']} chunks were stored and not found: evicted or dropped")
+        missing = counted(load["missing_chunks"], "chunk")
+        write(f"stored and not found: {missing}, evicted or dropped")
     total = load["memory_chunks"] + load["disk_chunks"]
     wrong = document["mismatches"]
-    verdict = f"{wrong} OBJECTS ARE WRONG" if wrong else "every byte as stored"
-    write(f"{total} chunks compared: {verdict}")
+    verdict = f"WRONG: {counted(wrong, 'object')}" if wrong else "every byte as stored"
+    write(f"{counted(total, 'chunk')} compared: {verdict}")
     say(
         f"note: what was stored stays until it is evicted, or pruned with"
         f" lmcache-persist prune DIR --model {document['model']}"
     )
 
 
-def _row(what: str, size: object, rate: object, times: object) -> list[str]:
-    shown = times if isinstance(times, dict) else {}
+def _row(what: str, size: object, gib_per_s: object, times_ms: object) -> list[str]:
+    shown = times_ms if isinstance(times_ms, dict) else {}
     return [
         what,
-        approximate_size(size) if isinstance(size, int) else "",
-        "" if rate is None else f"{rate:.2f}",
+        approximate_size(size) if isinstance(size, int) else "-",
+        size_rate(gib_per_s * 2**30 if isinstance(gib_per_s, float) else None),
         *(
-            "" if name not in shown else f"{shown[name]:.2f}"
+            approximate_duration(shown[name] / 1000 if name in shown else None)
             for name in ("p50", "p95", "p99", "max")
         ),
     ]

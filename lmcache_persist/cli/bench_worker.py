@@ -117,8 +117,8 @@ class BenchWorker:
         groups: bound already.
         chunk_size: the bound one.
         object_bytes: of one chunk of one group, rounded up to whole pages.
-        prompts: how many.
-        prompt_chunks: chunks of each.
+        chunks: how many.
+        prompt_chunks: chunks of a prompt; the last one may be shorter.
         timeout_s: for every answer.
     """
 
@@ -129,13 +129,17 @@ class BenchWorker:
         chunk_size: int,
         *,
         object_bytes: int,
-        prompts: int,
+        chunks: int,
         prompt_chunks: int,
         timeout_s: float,
     ) -> None:
         self.run = secrets.token_hex(16)
         self._client, self._groups, self._chunk_size = client, tuple(groups), chunk_size
-        self._prompts, self._prompt_chunks, self._timeout_s = prompts, prompt_chunks, timeout_s
+        self._prompt_chunks, self._timeout_s = prompt_chunks, timeout_s
+        self._prompts = [
+            min(prompt_chunks, chunks - first) for first in range(0, chunks, prompt_chunks)
+        ]
+        """Chunks of each prompt."""
         self._members = [index for index, group in enumerate(groups) if group.cacheable]
         self._mask = cacheable_mask(self._groups)
         self._blocks = {one: object_blocks(groups[one], chunk_size) for one in self._members}
@@ -143,11 +147,11 @@ class BenchWorker:
             one: -(-object_bytes // blocks) * blocks for one, blocks in self._blocks.items()
         }
         self.chunk_bytes = sum(self.object_bytes.values())
-        self.total_bytes = prompts * prompt_chunks * self.chunk_bytes
+        self.total_bytes = chunks * self.chunk_bytes
         self.figures = Figures()
         self.fingerprint = ""
-        self._stored: list[int] = [0] * prompts
-        objects = prompts * prompt_chunks * len(self._members)
+        self._stored = [0] * len(self._prompts)
+        objects = chunks * len(self._members)
         longest = max(self.object_bytes.values())
         self._stream = memoryview(
             blake3(self.run.encode()).digest(length=longest + objects * _STEP_BYTES)
@@ -207,9 +211,9 @@ class BenchWorker:
     def store(self) -> None:
         """Store every prompt, waiting for the disk where the pool is full."""
         pages = self._pages(seed=1)
-        for prompt in range(self._prompts):
+        for prompt, chunks in enumerate(self._prompts):
             for group, memory in pages.items():
-                for chunk in range(self._prompt_chunks):
+                for chunk in range(chunks):
                     memory.fill(chunk, self._content(prompt, chunk, group))
             begin_s, waited_s = time.monotonic(), self.figures.wait_s
             self._store(prompt, pages, begin_s + self._timeout_s)
@@ -218,7 +222,7 @@ class BenchWorker:
             self.figures.stored_bytes += self._stored[prompt] * self.chunk_bytes
 
     def _store(self, prompt: int, pages: dict[int, Pages], until_s: float) -> None:
-        left = list(range(self._prompt_chunks))
+        left = list(range(self._prompts[prompt]))
         while left:
             done = self._store_some(prompt, left, pages)
             self._stored[prompt] += len(done)
@@ -263,14 +267,14 @@ class BenchWorker:
     def load(self) -> None:
         """Look every prompt up, load what is found, compare every byte of it."""
         pages = self._pages(seed=2)
-        for prompt in range(self._prompts):
+        for prompt, chunks in enumerate(self._prompts):
             for memory in pages.values():
                 memory.wipe()
             begin_s = time.monotonic()
             handle = self._client.lookup(
                 engine=f"{MODEL}-{self.run}",
-                hashes=[self._hash(prompt, chunk) for chunk in range(self._prompt_chunks)],
-                num_tokens=self._prompt_chunks * self._chunk_size + 1,
+                hashes=[self._hash(prompt, chunk) for chunk in range(chunks)],
+                num_tokens=chunks * self._chunk_size + 1,
             )
             loaded = 0
             try:

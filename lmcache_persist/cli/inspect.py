@@ -82,7 +82,7 @@ def inspect(
     else:
         from lmcache_persist.cli.inspect_text import write_document
 
-        write_document(document)
+        write_document(document, None if problem is None else problem.message)
     if problem is None:
         return ExitCode.OK
     say_error(problem)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
+from lmcache_persist.cli import terminal
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.errors import ConfigError, OutputFailed, PersistError
 from lmcache_persist.posix import discard_output
 from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
+
+if TYPE_CHECKING:
+    from lmcache_persist.cli.layout import Column
 
 P = ParamSpec("P")
 
@@ -88,27 +91,74 @@ def say(text: str) -> None:
         return
 
 
-def write_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table to stdout: drawn on a terminal, tab-separated with a header line elsewhere."""
+class Name(str):
+    """A cell that may be shortened where there is no room for it."""
+
+    __slots__ = ()
+
+
+def write_table(
+    title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[object]]
+) -> None:
+    """A table to stdout: laid out for a terminal, tab-separated with a header line elsewhere."""
     cells = [[plain(cell) for cell in row] for row in rows]
-    if not sys.stdout.isatty():
-        lines = [f"# {title}", *("\t".join(row) for row in [list(columns), *cells])]
+    names = [column if isinstance(column, str) else column.name for column in columns]
+    if not terminal.is_terminal(sys.stdout):
+        lines = [f"# {title}", *("\t".join(row) for row in [names, *cells])]
         write("\n".join(lines))
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from lmcache_persist.cli import layout
 
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console(width=shutil.get_terminal_size().columns, force_terminal=True)
-    # Rendered first: rich would end the process by itself when the reader is gone.
-    with console.capture() as capture:
-        console.print(table)
-    write(capture.get().rstrip("\n"))
+    found = layout.table(
+        [layout.Column(one) if isinstance(one, str) else one for one in columns],
+        [[terminal.encodable(cell, sys.stdout) for cell in row] for row in cells],
+        terminal.size(sys.stdout).columns,
+        terminal.ellipsis(sys.stdout),
+    )
+    lines = [_heading(title)]
+    if not cells:
+        lines.append("none")
+    elif found.header is not None:
+        lines.append(terminal.styled(found.header, terminal.UNDERLINED, sys.stdout))
+    lines += found.lines
+    dropped = [name for name in found.dropped if name]
+    if dropped and cells:
+        lines += _wrapped(f"no room here for: {', '.join(dropped)}")
+    write("\n".join([*lines, ""]))
+
+
+def write_fields(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    """Names and values to stdout, as :func:`write_table`; a :class:`Name` may be shortened."""
+    pairs = list(rows)
+    if not terminal.is_terminal(sys.stdout):
+        write_table(title, ("field", "value"), pairs)
+        return
+    from lmcache_persist.cli import layout
+
+    lines = layout.fields(
+        [
+            (
+                terminal.encodable(plain(name), sys.stdout),
+                terminal.encodable(plain(value), sys.stdout),
+                layout.Kind.NAME if isinstance(value, Name) else layout.Kind.WORDS,
+            )
+            for name, value in pairs
+        ],
+        terminal.size(sys.stdout).columns,
+        terminal.ellipsis(sys.stdout),
+    )
+    write("\n".join([_heading(title), *lines, ""]))
+
+
+def _heading(title: str) -> str:
+    lines = _wrapped(terminal.encodable(title, sys.stdout))
+    return "\n".join(terminal.styled(line, terminal.BOLD, sys.stdout) for line in lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    from lmcache_persist.cli import layout
+
+    return layout.wrap(text, terminal.size(sys.stdout).columns)
 
 
 def error_document(error: PersistError) -> dict[str, str | None]:

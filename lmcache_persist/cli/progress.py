@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lmcache_persist.cli.ticker import Ticker
-from lmcache_persist.units import approximate_size
+from lmcache_persist.units import approximate_duration, approximate_size, size_rate
 
 _BAR_CHARS = 24
 
@@ -26,22 +26,33 @@ class ProgressLine(Ticker):
         """Say how far it is, unless that was said just now."""
         if self.due:
             seconds = time.monotonic() - self._began_s
-            self.show(line(self._what, done_bytes, total_bytes, seconds, note))
+            self.show(*texts(self._what, done_bytes, total_bytes, seconds, note))
 
 
-def line(
+def texts(
     what: str, done_bytes: int, total_bytes: int | None, seconds: float, note: str = ""
-) -> str:
-    """What is shown: a bar, how much of how much, the rate, the time left. Pure."""
+) -> list[str]:
+    """What may be shown: a bar, how much of how much, the rate, the time left. Pure.
+
+    The longest comes first; the others leave out what matters least.
+    """
     rate = done_bytes / seconds if seconds > 0 else 0.0
-    speed = f"{approximate_size(int(rate))}/s"
+    done, speed = approximate_size(done_bytes), size_rate(rate)
     tail = f", {note}" if note else ""
     if not total_bytes:
-        return f"{what}: {approximate_size(done_bytes)}, {speed}{tail}"
+        return [f"{what}: {done}, {speed}{tail}", f"{what}: {done}{tail}", f"{what}: {done}"]
     share = min(1.0, done_bytes / total_bytes)
     bar = "#" * int(_BAR_CHARS * share)
-    left = f"{(total_bytes - done_bytes) / rate:.0f} s left" if rate and share < 1 else "..."
-    return (
-        f"{what}: [{bar:<{_BAR_CHARS}}] {100 * share:3.0f} %"
-        f" {approximate_size(done_bytes)} of {approximate_size(total_bytes)}, {speed}, {left}{tail}"
-    )
+    percent = f"{int(100 * share)} %"
+    left = "..."
+    if rate and share < 1:
+        left = f"{approximate_duration(round((total_bytes - done_bytes) / rate))} left"
+    amounts = f"{done} of {approximate_size(total_bytes)}"
+    return [
+        f"{what}: [{bar:<{_BAR_CHARS}}] {percent:>5} {amounts}, {speed}, {left}{tail}",
+        f"{what}: {percent:>5} {amounts}, {speed}, {left}{tail}",
+        f"{what}: {percent:>5}, {speed}, {left}{tail}",
+        f"{what}: {percent:>5}, {speed}, {left}",
+        f"{what}: {percent:>5}, {left}",
+        f"{percent:>5}, {left}",
+    ]

@@ -15,6 +15,7 @@ from lmcache_persist.cli.confirm import NOTHING_CHANGED, confirmation
 from lmcache_persist.cli.connection import seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.inspect import ask_server
+from lmcache_persist.cli.layout import Column, Kind
 from lmcache_persist.cli.live import absolute, by_server
 from lmcache_persist.cli.options import AnswerTimeout, DataDir, DryRun, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
@@ -297,7 +298,14 @@ def _write(
         return
     write_table(
         _verb(dry_run),
-        ("model", "fingerprint", "stale", "chunks", "objects", "size"),
+        (
+            Column("model", Kind.NAME),
+            Column("fingerprint", Kind.NAME, least=12),
+            Column("stale", Kind.NAME, drop=1),
+            Column("chunks", Kind.NUMBER, drop=3),
+            Column("objects", Kind.NUMBER, drop=2),
+            Column("size", Kind.NUMBER),
+        ),
         [
             (
                 names.get(row.fingerprint) or "?",

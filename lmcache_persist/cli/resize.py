@@ -12,7 +12,7 @@ from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import DataDir, Json, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
-from lmcache_persist.units import format_size, parse_size
+from lmcache_persist.units import approximate_size, counted, format_size, parse_size
 
 
 @ending
@@ -57,8 +57,9 @@ def resize(
             }
         )
         return ExitCode.OK
-    write(f"capacity: {format_size(done.before)} before, {format_size(done.after)} now")
-    write(f"objects: {done.kept_objects}")
+    before, after = approximate_size(done.before), approximate_size(done.after)
+    write(f"capacity: {before} before, {after} now")
+    write(f"kept: {counted(done.kept_objects, 'object')}")
     if done.dropped_objects:
         write(f"dropped: {objects_amount(done.dropped_objects, done.dropped_bytes)}")
     return ExitCode.OK

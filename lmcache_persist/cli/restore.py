@@ -11,7 +11,7 @@ from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
-from lmcache_persist.units import format_size, parse_size
+from lmcache_persist.units import counted, format_size, moment, parse_size
 
 
 @ending
@@ -62,9 +62,10 @@ def restore(
         )
         return ExitCode.OK
     write(
-        f"restored {plain(target)}: {done.objects} objects, chunk size {done.binding.chunk_size},"
-        f" as of {plain(done.descriptor.made_at)}"
+        f"restored {plain(target)}: {counted(done.objects, 'object')}, chunk size"
+        f" {done.binding.chunk_size}, as of {plain(moment(done.descriptor.made_at))}"
     )
     if done.left_out_objects:
-        write(f"left out: {done.left_out_objects} objects, for which there was no room, or bad")
+        left_out = counted(done.left_out_objects, "object")
+        write(f"left out: {left_out}, for which there was no room, or bad")
     return ExitCode.OK

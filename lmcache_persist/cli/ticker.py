@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from lmcache_persist.cli import terminal
 from lmcache_persist.cli.output import plain
-from lmcache_persist.units import approximate_size
+from lmcache_persist.units import approximate_duration, approximate_size, counted, size_rate
 
 if TYPE_CHECKING:
     from lmcache_persist.store.base import ChunkRecord
@@ -23,20 +23,31 @@ class Ticker:
     def __init__(self) -> None:
         self._shown = False
         self._due_s = 0.0
-        self._tty = sys.stderr is not None and sys.stderr.isatty()
+        self._tty = terminal.is_terminal(sys.stderr) and not terminal.is_dumb()
 
     @property
     def due(self) -> bool:
         """Whether a text would be shown now."""
         return self._tty and time.monotonic() >= self._due_s
 
-    def show(self, text: str) -> None:
-        """Replace the line, unless that was done a moment ago."""
+    def show(self, *texts: str) -> None:
+        """Replace the line, unless that was done a moment ago.
+
+        Args:
+            texts: that say the same, the longest first: the first that fits is shown, and of
+                the last one whole words.
+        """
         if not self.due:
             return
+        from rich.cells import cell_len
+
+        from lmcache_persist.cli.layout import wrap
+
         self._due_s = time.monotonic() + _EVERY_S
-        width = max(20, shutil.get_terminal_size().columns) - 1
-        self._write("\r\x1b[K" + plain(text)[:width])
+        width = terminal.size(sys.stderr).columns - 1  # the last column would wrap
+        fitting = [text for text in map(plain, texts) if cell_len(text) <= width]
+        shown = fitting[0] if fitting else wrap(plain(texts[-1]), max(1, width))[0]
+        self._write(f"\r\x1b[K{shown}")
         self._shown = True
 
     def _write(self, text: str) -> None:
@@ -86,10 +97,14 @@ class CopyTicker(Ticker):
         self._bytes += record.objects.table.nbytes
         took_s = max(1e-3, time.monotonic() - self._since_s)
         rate = self._bytes / took_s
-        text = (
-            f"{self._verb} {self._chunks} chunks, {approximate_size(self._bytes)},"
-            f" {approximate_size(int(rate))}/s"
-        )
+        left = ""
         if self.total_bytes and rate:
-            text += f", {max(0.0, (self.total_bytes - self._bytes) / rate):.0f} s left"
-        self.show(text)
+            left_s = round(max(0.0, (self.total_bytes - self._bytes) / rate))
+            left = f", {approximate_duration(left_s)} left"
+        size, speed = approximate_size(self._bytes), size_rate(rate)
+        self.show(
+            f"{self._verb} {counted(self._chunks, 'chunk')}, {size}, {speed}{left}",
+            f"{self._verb} {size}, {speed}{left}",
+            f"{size}, {speed}{left}",
+            f"{size}{left}",
+        )

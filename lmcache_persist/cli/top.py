@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmcache_persist.cli import terminal
 from lmcache_persist.cli.connection import DEFAULT_TIMEOUT, connected, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import endpoint_of
@@ -22,11 +24,14 @@ from lmcache_persist.cli.rates import compare
 from lmcache_persist.errors import ConfigError, Stale, TransportError
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from lmcache_persist.connector import CacheClient
 
 MIN_INTERVAL_S = 0.1
 MIN_ANSWER_S = 1.0
 """Seconds that a server may take for an answer, however short the interval."""
+_RESIZE_POLL_S = 0.2
 
 
 @ending
@@ -60,14 +65,16 @@ def top(
     timeout_s, answered = seconds(timeout), True
     url, root = endpoint_of(data_dir, server)
     with connected(url, timeout_s, "top", root=root) as client, _output(json_output) as show:
-        looks = _looks(client, interval_s)
+        looks = _looks(client, interval_s, show.wait)
         for document in itertools.islice(looks, rounds):
             answered = document["connected"]
-            show(document)
+            show.show(document)
     return ExitCode.OK if answered else ExitCode.NO_SERVER
 
 
-def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:
+def _looks(
+    client: CacheClient, interval_s: float, wait: Callable[[float], None]
+) -> Iterator[dict[str, Any]]:
     """One document per interval; never ends by itself."""
     before: dict[str, Any] | None = None
     answer_s = max(interval_s, MIN_ANSWER_S)
@@ -76,7 +83,7 @@ def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:
     next_s = time.monotonic()
     while True:
         next_s += interval_s
-        time.sleep(max(0.0, next_s - time.monotonic()))
+        wait(next_s)
         document: dict[str, Any] = {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "server": str(client.endpoint),
@@ -90,47 +97,91 @@ def _looks(client: CacheClient, interval_s: float) -> Iterator[dict[str, Any]]:
             before = now
 
 
+class _Output:
+    """Takes documents, one per interval; this one prints each as a line of JSON."""
+
+    def show(self, document: dict[str, Any]) -> None:
+        """Show what an interval was."""
+        write_line(document)
+
+    def wait(self, until_s: float) -> None:
+        """Let the rest of an interval pass, until ``until_s`` on the monotonic clock."""
+        time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+class _Lines(_Output):
+    """A line per interval; of a terminal's width, if it is one."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def show(self, document: dict[str, Any]) -> None:
+        from lmcache_persist.cli.top_view import HEADER_EVERY, header_line, line
+
+        tty = terminal.is_terminal(sys.stdout)
+        width = terminal.size(sys.stdout).columns if tty else None
+        if next(self._numbers) % HEADER_EVERY == 0:
+            write(header_line(width))
+        write(line(document, width), at_once=True)
+
+
+class _Screen(_Output):
+    """A screen that is drawn anew per interval, and when the terminal is resized."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._now: dict[str, Any] | None = None
+        self._last: dict[str, Any] | None = None
+        self._size = os.terminal_size((0, 0))
+
+    def show(self, document: dict[str, Any]) -> None:
+        if self._now is not None and self._now["connected"]:
+            self._last = self._now
+        self._now = document
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw for the terminal as it is now."""
+        from rich.console import ConsoleDimensions, Group
+        from rich.text import Text
+
+        from lmcache_persist.cli.top_view import screen
+
+        self._size = terminal.size(sys.stdout)
+        self._live.console.size = ConsoleDimensions(*self._size)
+        if self._now is None:
+            lines = [Text("waiting for the first interval to pass ...")]
+        else:
+            lines = screen(self._now, self._last, *self._size)
+        self._live.update(Group(*lines), refresh=True)
+
+    def wait(self, until_s: float) -> None:
+        while (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(_RESIZE_POLL_S, left_s))
+            if terminal.size(sys.stdout) != self._size:
+                self.draw()
+
+
 @contextlib.contextmanager
-def _output(json_output: bool) -> Iterator[Any]:
-    """What takes a document and shows it."""
+def _output(json_output: bool) -> Iterator[_Output]:
+    """What takes documents and shows them."""
     if json_output:
-        yield write_line
-    elif sys.stdout.isatty():
-        with _live() as show:
-            yield show
+        yield _Output()
+    elif not terminal.is_terminal(sys.stdout) or terminal.is_dumb():
+        yield _Lines()
     else:
-        yield _lines()
-
-
-def _lines() -> Any:
-    from lmcache_persist.cli.top_view import HEADER_EVERY, header_line, line
-
-    numbers = itertools.count()
-
-    def show(document: dict[str, Any]) -> None:
-        if next(numbers) % HEADER_EVERY == 0:
-            write(header_line())
-        write(line(document), at_once=True)
-
-    return show
+        with _live() as shown:
+            yield shown
 
 
 @contextlib.contextmanager
-def _live() -> Iterator[Any]:
+def _live() -> Iterator[_Output]:
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    from lmcache_persist.cli.top_view import screen
-
-    last: dict[str, Any] | None = None
-    waiting = Text("waiting for the first interval to pass ...")
-    with Live(waiting, console=Console(), screen=True, auto_refresh=False) as live:
-
-        def show(document: dict[str, Any]) -> None:
-            nonlocal last
-            live.update(screen(document, last), refresh=True)
-            if document["connected"]:
-                last = document
-
-        yield show
+    columns, lines = terminal.size(sys.stdout)
+    console = Console(width=columns, height=lines)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        shown = _Screen(live)
+        shown.draw()
+        yield shown

@@ -53,14 +53,18 @@ def verify(
     """
     check = _Check(absolute(data_dir), seconds(timeout), repair=repair)
     kept: list[Found] = []
-    with contextlib.closing(check.run()) as findings:
-        for found in findings:
-            if not json_output:
-                check.line.clear()
-                write(_text(found))
-            elif len(kept) < MAX_KEPT:
-                kept.append(found)
-    check.line.clear()
+    try:
+        with check.line, contextlib.closing(check.run()) as findings:
+            for found in findings:
+                if not json_output:
+                    check.line.clear()
+                    write(_text(found))
+                elif len(kept) < MAX_KEPT:
+                    kept.append(found)
+    except KeyboardInterrupt:
+        found_so_far = counted(check.found, "violation")
+        say(f"interrupted: {counted(check.objects, 'object')} checked, {found_so_far} so far")
+        raise
     for note in check.notes:
         say(f"note: {plain(note)}")
     bad = check.left if repair else check.found

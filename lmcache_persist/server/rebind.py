@@ -28,6 +28,7 @@ from lmcache_persist.server.state import utc_now
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.offline import OfflineStore
+from lmcache_persist.units import moment
 
 
 class Outcome(Enum):
@@ -148,8 +149,8 @@ def _check_size(chunk_size: int, maximum: int) -> None:
 
 def _losses(paths: DataDir, found: Found, binding: Binding, chunk_size: int) -> list[str]:
     change = (
-        f"{paths.root} is bound to chunk size {binding.chunk_size} since {binding.bound_at};"
-        f" from now on it is bound to {chunk_size}"
+        f"{paths.root} is bound to chunk size {binding.chunk_size} since"
+        f" {moment(binding.bound_at)}; from now on it is bound to {chunk_size}"
     )
     if chunk_size == binding.chunk_size:
         change = (

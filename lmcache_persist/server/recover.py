@@ -23,6 +23,7 @@ from lmcache_persist.server.rebind import complete
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_manifest_room
 from lmcache_persist.store.offline import OfflineStore
+from lmcache_persist.units import moment
 
 
 def recover(
@@ -70,8 +71,9 @@ def recover(
             manifest.bind(stamp)
         done.append(
             f"the manifest is made anew from the stamp of store {found.uuid}: chunk size"
-            f" {stamp.chunk_size}, binding {stamp.binding_id[:12]}, bound at {stamp.bound_at};"
-            " it knows the models again once their engines have registered"
+            f" {stamp.chunk_size}, binding {stamp.binding_id[:12]}, bound at"
+            f" {moment(stamp.bound_at)}; it knows the models again once their engines have"
+            " registered"
         )
     return done
 

@@ -25,7 +25,7 @@ from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
-from lmcache_persist.units import counted
+from lmcache_persist.units import counted, moment
 
 
 def reset(
@@ -202,7 +202,7 @@ def _manifest(paths: DataDir) -> tuple[str, str, dict[str, str]]:
         return "the manifest, which is unbound", "", {}
     text = (
         f"the manifest: bound to chunk size {found.binding.chunk_size} since"
-        f" {found.binding.bound_at}, {counted(len(found.models), 'model')}"
+        f" {moment(found.binding.bound_at)}, {counted(len(found.models), 'model')}"
     )
     return text, found.binding.store_uuid, {row.fingerprint: row.name for row in found.models}
 

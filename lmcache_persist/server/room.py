@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lmcache_persist.store import data_file
-from lmcache_persist.units import approximate_size
+from lmcache_persist.units import exact_size
 
 Say = Callable[[str], None]
 """Told a line for the operator."""
@@ -44,8 +44,8 @@ def say_and_check_room(
     stats = os.statvfs(folder)
     available = stats.f_bavail * stats.f_frsize
     say(
-        f"this needs {needed} more bytes ({approximate_size(needed)}) in {folder}, which has"
-        f" {available} ({approximate_size(available)}) available{more}"
+        f"this needs {exact_size(needed)} more in {folder}, which has {exact_size(available)}"
+        f" available{more}"
     )
     data_file.check_room(folder, needed, what=what, way_out=way_out)
 

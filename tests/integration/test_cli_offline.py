@@ -198,7 +198,7 @@ def test_the_text_form_shows_the_same(data_dir: Path) -> None:
     done = run_cli("inspect", str(data_dir), "--models")
     assert done.returncode == 0
     assert done.stderr == ""
-    assert "chunk_size\t544" in done.stdout
+    assert "chunk size\t544" in done.stdout
     assert "objects\t5" in done.stdout
     assert "incompatible_alignment" in done.stdout
     assert "in: weights" in done.stdout

@@ -165,7 +165,7 @@ def test_it_asks_and_changes_nothing_without_a_yes(make_server: MakeServer) -> N
     assert done.returncode == 2
     assert "throws away 10 chunks, 10 objects (40.00 KiB)" in done.stderr
     assert "emulated/model" in done.stderr
-    assert "more bytes" in done.stderr
+    assert "bytes) more" in done.stderr
     assert "256" in done.stderr
     assert "nothing was changed" in done.stderr
     assert snapshot(server.data_dir) == before

@@ -11,6 +11,7 @@ _REFUSALS = "tests/integration/test_refusals.py::"
 _CONNECTION = "tests/unit/cli/test_connection.py::"
 _USAGE = "tests/unit/cli/test_usage.py::"
 _UNREACHABLE = "tests/unit/connector/test_unreachable.py::"
+_NARROW = "tests/unit/cli/test_narrow.py::"
 _WATCH = "tests/integration/test_cli_watch.py::"
 
 MUTATIONS = (
@@ -149,5 +150,33 @@ MUTATIONS = (
         'if before is not None and before["boot_id"] != now["boot_id"]:',
         'if before is not None and before["boot_id"] == "":',
         ("tests/unit/cli/test_rates.py::test_another_life_has_no_rates_yet",),
+    ),
+    Mutation(
+        "numbers-are-shortened-as-names",
+        "lmcache_persist/cli/layout.py",
+        "        if kind is Kind.NUMBER:\n            bound = widest\n",
+        "",
+        (_NARROW + "test_inspect_fits_and_cuts_no_number",),
+    ),
+    Mutation(
+        "progress-is-cut-anywhere",
+        "lmcache_persist/cli/ticker.py",
+        "wrap(plain(texts[-1]), max(1, width))[0]",
+        "plain(texts[-1])[:width]",
+        (_NARROW + "test_a_progress_line_is_never_cut_in_a_number",),
+    ),
+    Mutation(
+        "bench-rounds-to-whole-prompts",
+        "lmcache_persist/cli/bench_worker.py",
+        "min(prompt_chunks, chunks - first) for first",
+        "prompt_chunks for first",
+        (_WATCH + "test_bench_compares_and_leaves_other_models_alone",),
+    ),
+    Mutation(
+        "top-waits-with-a-new-size",
+        "lmcache_persist/cli/top.py",
+        "            if terminal.size(sys.stdout) != self._size:\n                self.draw()\n",
+        "",
+        ("tests/integration/test_terminals.py::test_top_follows_a_terminal_that_is_resized",),
     ),
 )

@@ -104,3 +104,76 @@ def test_what_is_no_plain_integer_is_refused(text: str) -> None:
     """Only ASCII digits, and not too many, are an integer."""
     with pytest.raises(ConfigError):
         units.parse_integer(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        ((1 << 20) - 1, "1.00 MiB"),
+        (5 << 29, "2.50 GiB"),
+        (3 << 50, "3072.00 TiB"),
+    ],
+)
+def test_a_size_is_shown_in_the_unit_that_suits_it(num_bytes: int, shown: str) -> None:
+    """Never 1024 of a unit that has a larger one."""
+    assert units.approximate_size(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [(None, "-"), (0, "0 B/s"), (0.01, "0.1 B/s"), (9.5, "9.5 B/s"), (2e9, "1.86 GiB/s")],
+)
+def test_a_rate_of_something_is_never_shown_as_none(rate: float | None, shown: str) -> None:
+    """However slow: zero is what stands still, a dash what is not known."""
+    assert units.size_rate(rate) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(None, "-"), (0, "0"), (0.004, "0.1"), (9.5, "9.5"), (99_000, "99000"), (120_000, "120k")],
+)
+def test_counts_have_a_suffix_where_they_are_long(number: float | None, shown: str) -> None:
+    """Powers of 1000, and something is never zero."""
+    assert units.approximate_count(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown", "coarse"),
+    [
+        (None, "-", "-"),
+        (0, "0 s", "0 s"),
+        (0.000_35, "0.35 ms", "0.35 ms"),
+        (0.0168, "16.8 ms", "16.8 ms"),
+        (0.9999, "1.0 s", "1.0 s"),
+        (42, "42 s", "42 s"),
+        (60, "1 min", "1 min"),
+        (11_520, "3 h 12 min", "3 h"),
+        (86_400 * 28 + 59, "28 d", "28 d"),
+    ],
+)
+def test_durations_have_one_unit_or_two(seconds: float | None, shown: str, coarse: str) -> None:
+    """From a fraction of a millisecond to weeks, rounded down."""
+    assert units.approximate_duration(seconds) == shown
+    assert units.approximate_duration(seconds, parts=1) == coarse
+
+
+def test_a_share_is_whole_only_if_it_is() -> None:
+    """99.99 % are not 100 %, and one in a million is not nothing."""
+    shares = (None, 0, 1e-6, 0.5, 0.999_99, 1)
+    assert [units.percent(one) for one in shares] == [
+        *("-", "0.0 %", "0.1 %", "50.0 %", "99.9 %", "100.0 %")
+    ]
+    assert units.percent(0.9999, 0) == "99 %"
+
+
+def test_moments_are_utc_and_read_alike() -> None:
+    """Seconds, ISO texts with and without zone; a text that is none stays; and how long ago."""
+    for at in (0, "1970-01-01T00:00:00", "1970-01-01T01:00:00.5+01:00", "1970-01-01T00:00:00Z"):
+        assert units.moment(at) == "1970-01-01 00:00:00Z"
+    assert (units.moment(None), units.moment("odd")) == ("-", "odd")
+    assert units.ago("1970-01-01T00:00:00+00:00", 7300.0) == "2 h ago"
+    assert units.ago("1970-01-01T00:00:00+00:00", 0.5) == "just now"
+    assert units.ago("odd", 1.0) == "odd"
