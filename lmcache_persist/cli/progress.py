@@ -20,25 +20,37 @@ class ProgressLine(Ticker):
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
-        self._began_s = time.monotonic()
+        self._begin: tuple[float, int] | None = None  # when it was known how much there is
 
     def update(self, done_bytes: int, total_bytes: int | None, note: str = "") -> None:
         """Say how far it is, unless that was said just now."""
+        now_s = time.monotonic()
+        if self._begin is None and total_bytes:
+            self._begin = now_s, done_bytes
         if self.due:
-            seconds = time.monotonic() - self._began_s
-            self.show(*texts(self._what, done_bytes, total_bytes, seconds, note))
+            since_s, since_bytes = self._begin or (now_s, done_bytes)
+            rate = (done_bytes - since_bytes) / (now_s - since_s) if now_s > since_s else None
+            self.show(*texts(self._what, done_bytes, total_bytes, rate, note))
 
 
 def texts(
-    what: str, done_bytes: int, total_bytes: int | None, seconds: float, note: str = ""
+    what: str, done_bytes: int, total_bytes: int | None, rate: float | None, note: str = ""
 ) -> list[str]:
     """What may be shown: a bar, how much of how much, the rate, the time left. Pure.
 
     The longest comes first; the others leave out what matters least.
+
+    Args:
+        what: is under way.
+        done_bytes: so far.
+        total_bytes: of all, if that is known.
+        rate: bytes per second, if that is known.
+        note: what it is about to do.
     """
-    rate = done_bytes / seconds if seconds > 0 else 0.0
     done, speed = approximate_size(done_bytes), size_rate(rate)
     tail = f", {note}" if note else ""
+    if not done_bytes and note:
+        return [f"{what}: {note}"]
     if not total_bytes:
         return [f"{what}: {done}, {speed}{tail}", f"{what}: {done}{tail}", f"{what}: {done}"]
     share = min(1.0, done_bytes / total_bytes)

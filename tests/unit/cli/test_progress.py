@@ -15,18 +15,37 @@ MIB = 1 << 20
 
 
 def test_the_line_has_share_rate_and_time_left() -> None:
-    """A quarter of 4 GiB in 2 s: 512 MiB a second, 6 s to go."""
-    assert texts("verify", 1024 * MIB, 4096 * MIB, 2.0)[0] == (
+    """A quarter of 4 GiB at 512 MiB a second: 6 s to go."""
+    assert texts("verify", 1024 * MIB, 4096 * MIB, 512.0 * MIB)[0] == (
         "verify: [######                  ]  25 % 1.00 GiB of 4.00 GiB, 512.00 MiB/s, 6 s left"
     )
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_nothing_is_divided_by_zero(seconds: float) -> None:
-    """No time passed, nothing known, more done than there was: a line all the same."""
-    assert "s left" not in texts("x", 0, 100, seconds)[0]
-    assert texts("x", 0, None, seconds, "note")[0].endswith(", note")
-    assert all("100 %" in text for text in texts("x", 300, 100, seconds))
+@pytest.mark.parametrize("rate", [None, 0.0, 1.0])
+def test_nothing_is_divided_by_zero(rate: float | None) -> None:
+    """No rate, nothing known, more done than there was: a line all the same."""
+    assert "s left" not in texts("x", 100, 100, rate)[0]
+    assert texts("x", 1, None, rate, "note")[0].endswith(", note")
+    assert texts("x", 0, None, rate, "note") == ["x: note"]
+    assert all("100 %" in text for text in texts("x", 300, 100, rate))
+
+
+def test_the_rate_is_of_the_reading_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done before it was known how much there is does not count for the time left."""
+    now = [0.0]
+    said: list[str] = []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(ProgressLine, "due", True)
+    monkeypatch.setattr(ProgressLine, "show", lambda _, *texts: said.append(texts[0]))
+    progress = ProgressLine("verify")
+    progress.update(0, None, "the trees first")
+    now[0] = 1000.0
+    progress.update(MIB, 11 * MIB)
+    now[0] = 1001.0
+    progress.update(2 * MIB, 11 * MIB)
+    assert said[0] == "verify: the trees first"
+    assert said[1].endswith(" -, ...")
+    assert said[2].endswith(" 1.00 MiB/s, 9 s left")
 
 
 def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
