@@ -75,6 +75,15 @@ def _write_rejections(rejections: Sequence[dict[str, Any]]) -> None:
         ),
         [(moment(row["at"]), row["count"], row["reason"], row["detail"]) for row in rejections],
     )
+    # Once per reason. A server of an older version says none.
+    hints = {row["reason"]: row.get("hint") for row in rejections}
+    shown = [(reason, hint) for reason, hint in hints.items() if hint]
+    if shown:
+        write_table(
+            "rejections: the ways out",
+            (Column("reason", Kind.NAME, least=24), Column("hint", Kind.WORDS)),
+            shown,
+        )
 
 
 def _write_starts(boots: Sequence[dict[str, Any]]) -> None:

@@ -19,6 +19,9 @@ from lmcache_persist.manifest.models import BootRecord, ModelRecord, RejectionRe
 MAX_REJECTIONS = 1000
 """Rows kept; beyond, those that were seen longest ago go."""
 
+MAX_REJECTIONS_OF_A_REASON = 100
+"""Likewise, of one reason: a flood of nonsense must not push out why an engine was refused."""
+
 MAX_BOOTS = 1000
 """Rows kept; beyond, the oldest starts go. A crash loop must not fill the disk."""
 
@@ -172,22 +175,31 @@ def forget_models(session: Session, fingerprints: Sequence[str]) -> None:
         session.execute(delete(ModelRecord).where(ModelRecord.fingerprint == fingerprint))
 
 
-def record_rejection(session: Session, *, reason: str, detail: str, at: str) -> None:
+def record_rejection(session: Session, new: RejectionRow) -> None:
     """Count a refusal; equal ones (reason and detail, as far as it is kept) share a row."""
+    detail = new.detail
     if len(detail) > MAX_DETAIL_CHARS:
         detail = f"{detail[: MAX_DETAIL_CHARS - 3]}..."
     newest = session.scalar(select(func.max(RejectionRecord.serial))) or 0
+    of_reason = RejectionRecord.reason == new.reason
     row = session.scalars(
-        select(RejectionRecord).where(
-            RejectionRecord.reason == reason, RejectionRecord.detail == detail
-        )
+        select(RejectionRecord).where(of_reason, RejectionRecord.detail == detail)
     ).one_or_none()
     if row is not None:
-        row.serial, row.at, row.count = newest + 1, at, row.count + 1
+        row.serial, row.at, row.count = newest + 1, new.at, row.count + new.count
+        session.flush()
         return
-    session.add(RejectionRecord(serial=newest + 1, reason=reason, detail=detail, at=at, count=1))
+    session.add(
+        RejectionRecord(
+            serial=newest + 1, reason=new.reason, detail=detail, at=new.at, count=new.count
+        )
+    )
     session.flush()
     kept = select(RejectionRecord.serial).order_by(RejectionRecord.serial.desc())
+    kept_of_reason = kept.where(of_reason).limit(MAX_REJECTIONS_OF_A_REASON)
+    session.execute(
+        delete(RejectionRecord).where(of_reason, RejectionRecord.serial.not_in(kept_of_reason))
+    )
     session.execute(
         delete(RejectionRecord).where(RejectionRecord.serial.not_in(kept.limit(MAX_REJECTIONS)))
     )

@@ -154,10 +154,11 @@ class Manifest:
         with self._database.write() as session:
             catalog.forget_models(session, fingerprints)
 
-    def record_rejection(self, *, reason: str, detail: str, at: str) -> None:
-        """Record a refusal; equal ones are counted, not repeated."""
+    def record_rejections(self, rows: Sequence[RejectionRow]) -> None:
+        """Record refusals in one transaction; equal ones are counted, not repeated."""
         with self._database.write() as session:
-            catalog.record_rejection(session, reason=reason, detail=detail, at=at)
+            for row in rows:
+                catalog.record_rejection(session, row)
 
     def rejections(self) -> list[RejectionRow]:
         """The refusals, at most :data:`~.catalog.MAX_REJECTIONS`, the latest last."""

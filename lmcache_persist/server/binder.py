@@ -23,9 +23,9 @@ from lmcache_persist.errors import (
 )
 from lmcache_persist.geometry import Group
 from lmcache_persist.manifest import Manifest
-from lmcache_persist.printable import short
+from lmcache_persist.server.refusals import Refusals
 from lmcache_persist.server.state import ServerState, utc_now
-from lmcache_persist.server.wire import Answer, binding_bytes, sendable
+from lmcache_persist.server.wire import Answer, binding_bytes
 from lmcache_persist.store.base import DiskTier
 from lmcache_persist.store.throttle import Throttle
 
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from lmcache_persist.server.upstream import Passed, Upstream
 
 log = logging.getLogger(__name__)
-
-MAX_RECORDING = 64
-"""Refusals on their way into the manifest; more at once are only counted and logged."""
-MAX_WHO_CHARS = 120
 
 
 def start_candidate(settings: Settings, disk: DiskTier, first: Upstream | None) -> Binding | None:
@@ -109,11 +105,10 @@ class Binder:
     Threads: the loop.
     """
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, refusals: Refusals) -> None:
         self._state = state
-        self._recording = 0
-        self._refusals: dict[str, Throttle] = {}
-        self._trouble, self._failed = Throttle(log), Throttle(log)
+        self._refusals = refusals
+        self._failed = Throttle(log)
 
     def bind(self, message: protocol.Bind, answer: Answer) -> None:
         """Bind, find compatible, or refuse."""
@@ -281,31 +276,4 @@ class Binder:
 
     def _refuse(self, error: PersistError, who: str, answer: Answer) -> None:
         answer(error)
-        self.record_refusal(error, who)
-
-    def record_refusal(self, error: PersistError, who: str) -> None:
-        """Count and log a refusal; those that name a real model are kept in the manifest.
-
-        A geometry that is nonsense says nothing about a model and leaves no trace on disk.
-        """
-        self._state.counters.rejected(error.code)
-        # Per reason: a client that goes on trying must not hide why another one is refused.
-        said = self._refusals.setdefault(error.code, Throttle(log))
-        said.warning(f"refused {short(who, MAX_WHO_CHARS) or 'a client'}: {error}")
-        if isinstance(error, GeometryError) and not isinstance(error, AlignmentTooLarge):
-            return
-        if self._recording >= MAX_RECORDING:
-            return  # counted and logged; whoever floods us does not get to fill the clerk's queue
-        self._recording += 1
-        state, at, detail = self._state, utc_now(), sendable(error.message)
-        state.run(
-            state.clerk,
-            lambda: state.manifest.record_rejection(reason=error.code, detail=detail, at=at),
-            self._recorded,
-        )
-
-    def _recorded(self, done: Future[None]) -> None:
-        self._recording -= 1
-        error = done.exception()
-        if error is not None:
-            self._trouble.error(f"a refusal is not recorded: {error}")
+        self._refusals.note(error, who)

@@ -25,8 +25,8 @@ from lmcache_persist.errors import (
 from lmcache_persist.geometry import Group
 from lmcache_persist.identity import Fingerprint
 from lmcache_persist.printable import short
-from lmcache_persist.server.binder import Binder
 from lmcache_persist.server.metrics import MAX_NAME_CHARS, Traffic
+from lmcache_persist.server.refusals import Refusals
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.server.wire import Answer, sendable
@@ -94,9 +94,9 @@ class Registry:
     Threads: the loop.
     """
 
-    def __init__(self, state: ServerState, binder: Binder, sessions: Sessions) -> None:
+    def __init__(self, state: ServerState, refusals: Refusals, sessions: Sessions) -> None:
         self._state = state
-        self._binder = binder
+        self._refusals = refusals
         self._sessions = sessions
         self._engines: dict[str, Engine] = {}
         self._unrecorded: dict[Fingerprint, Callable[[], None]] = {}
@@ -117,7 +117,7 @@ class Registry:
             engine = self._admit(session, message)
         except PersistError as error:
             answer(error)
-            self._binder.record_refusal(error, message.engine)
+            self._refusals.note(error, message.engine)
             return
         answer(
             protocol.Registered(

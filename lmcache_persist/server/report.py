@@ -14,6 +14,7 @@ from lmcache_persist.identity import differing_fields
 from lmcache_persist.manifest.catalog import BootRow, ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot
 from lmcache_persist.server import naming
+from lmcache_persist.server.refusals import WAYS_OUT
 from lmcache_persist.store.base import Usage
 from lmcache_persist.store.survey import ModelSurvey, Survey
 
@@ -78,7 +79,9 @@ def inspect_document(seen: Seen, *, model: str = "", details: bool = False) -> d
         "binding": snapshot.binding.summary() if snapshot.binding else None,
         "models": shown,
         "store": _store(seen),
-        "rejections": [asdict(row) for row in snapshot.rejections],
+        "rejections": [
+            {**asdict(row), "hint": WAYS_OUT.get(row.reason)} for row in snapshot.rejections
+        ],
         "unregistered": [
             {"fingerprint": name, **asdict(used)}
             for name, used in sorted(usage.by_fingerprint.items() if usage else ())

@@ -19,6 +19,7 @@ from lmcache_persist.server.live_backup import LiveBackup
 from lmcache_persist.server.live_check import LiveCheck
 from lmcache_persist.server.live_prune import LivePrune
 from lmcache_persist.server.lookups import Lookups
+from lmcache_persist.server.refusals import Refusals
 from lmcache_persist.server.registration import Registry
 from lmcache_persist.server.report import Seen, fit, inspect_document, matching
 from lmcache_persist.server.sessions import Session, Sessions
@@ -60,8 +61,9 @@ class Service:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self.sessions = Sessions(state, self._session_ended)
-        self._binder = Binder(state)
-        self.registry = Registry(state, self._binder, self.sessions)
+        refusals = Refusals(state)
+        self._binder = Binder(state, refusals)
+        self.registry = Registry(state, refusals, self.sessions)
         self.lookups = Lookups(state, self.registry, self.sessions)
         self._stores = Stores(state, self.registry, self.sessions, self.lookups.retry_waiting)
         self._check = LiveCheck(state)

@@ -22,7 +22,13 @@ import pytest
 from lmcache_persist import failpoints
 from lmcache_persist.connector import ClientOptions
 from lmcache_persist.errors import PersistError
-from lmcache_persist.manifest import BootRow, Manifest, ManifestSnapshot, read_snapshot
+from lmcache_persist.manifest import (
+    BootRow,
+    Manifest,
+    ManifestSnapshot,
+    RejectionRow,
+    read_snapshot,
+)
 from lmcache_persist.store import offline
 from lmcache_persist.store.base import ChunkWrite, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -271,7 +277,7 @@ class ManifestRun:
     model_again = model
 
     def rejection(self) -> None:
-        self._manifest.record_rejection(reason="incompatible_alignment", detail="d", at=AT)
+        self._manifest.record_rejections([RejectionRow(AT, "incompatible_alignment", "d", 1)])
 
     def boot(self) -> None:
         self._manifest.start_boot(BOOT)

@@ -20,7 +20,7 @@ from lmcache_persist.datadir import DataDirLock, ReaderLock, make_data_dir
 from lmcache_persist.errors import DataDirLocked, PersistError, StoreMismatch
 from lmcache_persist.hashing import ChunkHash
 from lmcache_persist.identity import fingerprint
-from lmcache_persist.manifest import Manifest
+from lmcache_persist.manifest import Manifest, RejectionRow
 from lmcache_persist.server.backup import FilesSource
 from lmcache_persist.server.looking import inspect_offline
 from lmcache_persist.server.offline import Progress, check
@@ -80,7 +80,7 @@ KEYS = {
         "ages",
         "order",
     },
-    "rejections": {"at", "reason", "detail", "count"},
+    "rejections": {"at", "reason", "detail", "count", "hint"},
     "unregistered": None,
     "boots": None,
     "left_out": None,
@@ -130,7 +130,7 @@ def fill(root: Path, *, chunks: int = 5, stamped: bool = True, bound: bool = Tru
                     ]
                 )
                 assert len(report.written) == chunks
-            manifest.record_rejection(reason="incompatible_alignment", detail="640", at=AT)
+            manifest.record_rejections([RejectionRow(AT, "incompatible_alignment", "640", 1)])
         finally:
             disk.close()
             manifest.close()
@@ -201,6 +201,7 @@ def test_the_text_form_shows_the_same(data_dir: Path) -> None:
     assert "chunk size\t544" in done.stdout
     assert "objects\t5" in done.stdout
     assert "incompatible_alignment" in done.stdout
+    assert "incompatible_alignment\tstart the engine with block sizes that divide" in done.stdout
     assert "in: weights" in done.stdout
 
 

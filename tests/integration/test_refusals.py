@@ -6,16 +6,30 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from lmcache_persist.connector import ClientOptions
-from lmcache_persist.errors import ChunkTooLarge, IncompatibleAlignment
+from lmcache_persist.connector import CacheClient, ClientOptions
+from lmcache_persist.errors import (
+    ChunkTooLarge,
+    GeometryError,
+    IncompatibleAlignment,
+    ManifestBusy,
+    NoCacheableGroup,
+)
+from lmcache_persist.geometry import Group, GroupKind
+from lmcache_persist.server.metrics import REJECTION_CODES
+from lmcache_persist.server.refusals import MAX_WAITING, WAYS_OUT
 from support.emulated import EmulatedEngine
 from support.files import snapshot
+from support.in_process import local_server
 from support.server import ServerProcess, inspect, run_cli
+from support.waiting import wait_until
 
 PATIENT = ClientOptions(request_timeout_s=5.0)
 MakeServer = Callable[..., ServerProcess]
@@ -60,16 +74,61 @@ def test_sizes_from_the_field(make_server: MakeServer, groups: str, base: int, s
     assert inspect(server.data_dir)["binding"]["chunk_size"] == size
 
 
-def test_nonsense_geometries_leave_no_trace(make_server: MakeServer) -> None:
-    """Refused geometries write nothing to the manifest, and the next good one binds."""
+def test_nonsense_geometries_are_recorded_and_bind_nothing(make_server: MakeServer) -> None:
+    """Inspect lists each refusal that the metric counts, with a way out; a good one binds."""
     server = make_server().start()
-    manifest = server.data_dir / "manifest.sqlite"
-    before = manifest.read_bytes(), (server.data_dir / "manifest.sqlite-wal").read_bytes()
-    for groups in ("0,0", "640,-16", "16.5", "true"):
+    for groups in ("0,0", "640,-16", "0,0", "16.5"):  # the last one is not even sent
         assert negotiate(server, groups)[0] in (2, 3)
-    after = manifest.read_bytes(), (server.data_dir / "manifest.sqlite-wal").read_bytes()
-    assert before == after
+    document = inspect(server.data_dir)
+    assert document["binding"] is None
+    found = {row["reason"]: row["count"] for row in document["rejections"]}
+    assert found == {"no_cacheable_group": 2, "invalid_tokens_per_block": 1}
+    assert {code: n for code, n in document["server"]["rejections"].items() if n} == found
+    assert all(row["hint"] for row in document["rejections"])
     assert negotiate(server, "640")[1]["outcome"] == "bound"
+
+
+def test_no_refusal_is_lost_in_a_flood(root: Path) -> None:
+    """More of them than may wait, also while the manifest fails: each one counted in the end."""
+    flood = MAX_WAITING + 9
+    with local_server(root) as server, CacheClient(server.url, kind="cli") as client:
+        client.wait_connected(20)
+        hold = threading.Event()
+        server.state.clerk.submit(hold.wait, 60)
+        try:
+            with mock.patch.object(
+                server.state.manifest, "record_rejections", side_effect=ManifestBusy("locked")
+            ) as failing:
+                for number in range(1, flood + 1):
+                    with pytest.raises(GeometryError):
+                        client.bind([Group(GroupKind.FULL, -number)], timeout_s=20)
+                with pytest.raises(NoCacheableGroup):
+                    client.bind([Group(GroupKind.SCRATCH, 0)], timeout_s=20)
+                hold.set()
+                wait_until(lambda: failing.called, "the clerk tries")
+                server.state.clerk.submit(lambda: None).result(20)
+        finally:
+            hold.set()
+        with pytest.raises(NoCacheableGroup):
+            client.bind([Group(GroupKind.SCRATCH, 0)], timeout_s=20)
+
+        def recorded() -> dict[str, int]:
+            rows = server.state.manifest.rejections()
+            assert len(rows) <= MAX_WAITING + 2
+            sums = Counter[str]()
+            for row in rows:
+                sums[row.reason] += row.count
+            return dict(sums)
+
+        expected = {"invalid_tokens_per_block": flood, "no_cacheable_group": 2}
+        wait_until(lambda: recorded() == expected, "each one is recorded")
+        counted = server.service.stats()["rejections"]
+        assert {code: count for code, count in counted.items() if count} == expected
+
+
+def test_every_refusal_has_a_way_out() -> None:
+    """Of each error that a bind or a registration ends with, inspect can say what to do."""
+    assert [code for code in REJECTION_CODES if not WAYS_OUT.get(code)] == []
 
 
 def test_fixed_sizes_stay_fixed(make_server: MakeServer) -> None:

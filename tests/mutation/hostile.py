@@ -275,4 +275,18 @@ MUTATIONS = (
         "if os.geteuid() == 0:",
         ("tests/integration/test_pod.py::test_the_example_serves_an_engine_in_another_pod",),
     ),
+    Mutation(
+        "flood-of-refusals-pushes-out-others",
+        "lmcache_persist/manifest/catalog.py",
+        "delete(RejectionRecord).where(of_reason, ",
+        "delete(RejectionRecord).where(",
+        ("tests/unit/manifest/test_manifest.py::test_a_flood_pushes_out_only_its_own_kind",),
+    ),
+    Mutation(
+        "refusals-that-wait-are-lost",
+        "lmcache_persist/server/refusals.py",
+        "row = replace(row, count=row.count + known.count)",
+        "pass",
+        ("tests/integration/test_refusals.py::test_no_refusal_is_lost_in_a_flood",),
+    ),
 )

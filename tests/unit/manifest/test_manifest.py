@@ -20,7 +20,7 @@ from lmcache_persist.errors import (
     ManifestUnreadable,
     SchemaTooNew,
 )
-from lmcache_persist.manifest import MAX_BOOTS, MAX_REJECTIONS, BootRow, Manifest
+from lmcache_persist.manifest import MAX_BOOTS, MAX_REJECTIONS, BootRow, Manifest, RejectionRow
 from support.manifest import AT, binding, folder_state
 
 LATER = "2026-01-02T03:04:06.000000Z"
@@ -166,7 +166,7 @@ def test_modes_do_not_hang_on_the_umask(path: Path, umask: int) -> None:
     try:
         opened = Manifest.open(path)
         opened.bind(binding())
-        opened.record_rejection(reason="r", detail="d", at=AT)
+        opened.record_rejections([RejectionRow(AT, "r", "d", 1)])
         names = {item.name for item in path.parent.iterdir()}
         modes = {stat.S_IMODE(item.stat().st_mode) for item in path.parent.iterdir()}
         opened.close()
@@ -482,7 +482,7 @@ def test_idle_models_are_bounded_in_bytes(
 def test_a_long_refusal_is_cut(manifest: Manifest) -> None:
     """Equal beginnings are one row, of bounded length."""
     for end in "ab":
-        manifest.record_rejection(reason="r", detail="x" * 100_000 + end, at=AT)
+        manifest.record_rejections([RejectionRow(AT, "r", "x" * 100_000 + end, 1)])
     (row,) = manifest.rejections()
     assert row.count == 2
     assert len(row.detail) == 1000
@@ -492,8 +492,8 @@ def test_a_long_refusal_is_cut(manifest: Manifest) -> None:
 def test_equal_rejections_are_merged(manifest: Manifest) -> None:
     """Equal reason and detail are counted; the latest comes last, whatever the clock says."""
     for detail, at in (("a", LATER), ("b", AT), ("a", AT)):
-        manifest.record_rejection(reason="incompatible_alignment", detail=detail, at=at)
-    manifest.record_rejection(reason="other", detail="a", at=AT)
+        manifest.record_rejections([RejectionRow(at, "incompatible_alignment", detail, 1)])
+    manifest.record_rejections([RejectionRow(AT, "other", "a", 1)])
     found = [(row.reason, row.detail, row.count, row.at) for row in manifest.rejections()]
     assert found == [
         ("incompatible_alignment", "b", 1, AT),
@@ -507,11 +507,26 @@ def test_rejections_are_bounded(manifest: Manifest, monkeypatch: pytest.MonkeyPa
     assert MAX_REJECTIONS == 1000
     monkeypatch.setattr("lmcache_persist.manifest.catalog.MAX_REJECTIONS", 5)
     for index in range(5):
-        manifest.record_rejection(reason="r", detail=str(index), at=AT)
-    manifest.record_rejection(reason="r", detail="0", at=AT)
+        manifest.record_rejections([RejectionRow(AT, "r", str(index), 1)])
+    manifest.record_rejections([RejectionRow(AT, "r", "0", 1)])
     for index in range(5, 8):
-        manifest.record_rejection(reason="r", detail=str(index), at=AT)
+        manifest.record_rejections([RejectionRow(AT, "r", str(index), 1)])
     assert [row.detail for row in manifest.rejections()] == ["4", "0", "5", "6", "7"]
+
+
+def test_a_flood_pushes_out_only_its_own_kind(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a reason's bound its oldest rows go; those of another reason stay."""
+    monkeypatch.setattr("lmcache_persist.manifest.catalog.MAX_REJECTIONS_OF_A_REASON", 3)
+    manifest.record_rejections([RejectionRow(AT, "incompatible_alignment", "a real one", 1)])
+    flood = [RejectionRow(AT, "invalid_tokens_per_block", str(number), 2) for number in range(9)]
+    manifest.record_rejections(flood)
+    found = [(row.reason, row.detail, row.count) for row in manifest.rejections()]
+    assert found == [
+        ("incompatible_alignment", "a real one", 1),
+        *(("invalid_tokens_per_block", number, 2) for number in "678"),
+    ]
 
 
 def boot(number: int) -> BootRow:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.errors import ManifestBusy, ManifestUnreadable, SchemaTooNew
-from lmcache_persist.manifest import BootRow, Manifest, peek, read_snapshot, snapshot
+from lmcache_persist.manifest import BootRow, Manifest, RejectionRow, peek, read_snapshot, snapshot
 from support.manifest import AT, binding, child, folder_state
 
 
@@ -36,7 +36,7 @@ def filled(path: Path) -> Path:
         required_alignment=544,
         at=AT,
     )
-    manifest.record_rejection(reason="r", detail="d", at=AT)
+    manifest.record_rejections([RejectionRow(AT, "r", "d", 1)])
     manifest.start_boot(BootRow("0" * 32, AT, 1, "0.1.0", "k"))
     manifest.close()
     return path
@@ -215,7 +215,7 @@ def test_a_change_between_two_readings_is_read_again(
 def test_index_that_disagrees_with_its_table(path: Path, occurrence: int) -> None:
     """Damage that no query would meet is found: a table and its index disagree."""
     manifest = Manifest.open(path)
-    manifest.record_rejection(reason="r", detail="needle in the page", at=AT)
+    manifest.record_rejections([RejectionRow(AT, "r", "needle in the page", 1)])
     manifest.close()
     parts = path.read_bytes().split(b"needle")
     assert len(parts) == 3  # in the table and in its index
