@@ -234,8 +234,15 @@ def plan(
     return Plan(alignment, chunk_size, base_chunk_size, tuple(warnings))
 
 
-def check_compatible(chunk_size: int, groups: Sequence[Group]) -> int:
+def check_compatible(
+    chunk_size: int, groups: Sequence[Group], base_chunk_size: int = DEFAULT_BASE_CHUNK_SIZE
+) -> int:
     """Refuse a geometry whose blocks do not end where chunks of ``chunk_size`` end.
+
+    Args:
+        chunk_size: tokens, the bound size.
+        groups: the geometry.
+        base_chunk_size: tokens, for the size that another server would be bound to.
 
     Returns:
         The required alignment.
@@ -256,8 +263,8 @@ def check_compatible(chunk_size: int, groups: Sequence[Group]) -> int:
         f"this server is bound to a chunk size of {chunk_size}, but the model requires a"
         f" multiple of {alignment}: conflict with {', '.join(conflicting)}",
         hint=f"start the engine with block sizes that divide {chunk_size}, point it at a server"
-        f" with a data dir of its own (--chunk-size auto would bind"
-        f" {round_up(chunk_size, alignment)} or less), or rebind this data dir",
+        f" with a data dir of its own (--chunk-size auto would bind it to"
+        f" {round_up(base_chunk_size, alignment)}), or rebind this data dir",
         chunk_size=chunk_size,
         required_alignment=alignment,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ from lmcache_persist.errors import (
     InvalidTokensPerBlock,
     PersistError,
 )
-from lmcache_persist.geometry import MAX_TOKENS_PER_BLOCK, Group, GroupKind
+from lmcache_persist.geometry import MAX_TOKENS_PER_BLOCK, Group, GroupKind, required_alignment
 
 
 def parse_groups(text: str) -> list[Group]:
@@ -70,11 +71,18 @@ def negotiate(
 
     Example: lmcache-persist negotiate /var/lib/kv --groups 640,0,640
     """
-    result: dict[str, Any] = {"outcome": None, "binding": None, "error": None}
+    result: dict[str, Any] = {
+        "outcome": None,
+        "required_alignment": None,
+        "binding": None,
+        "error": None,
+    }
     code = ExitCode.OK
     try:
         wanted, base_tokens = parse_groups(groups), _base(base)
         limit = seconds(timeout)
+        with contextlib.suppress(GeometryError):  # the server says so, too, and is the judge
+            result["required_alignment"] = required_alignment(wanted)
         url, root = endpoint_of(data_dir, server)
         with connected(url, limit, "negotiate", root=root) as client:
             held = client.binding
@@ -123,5 +131,7 @@ def _write_text(result: dict[str, Any], dry_run: bool) -> None:
     write(f"outcome: {result['outcome']}{suffix}")
     if binding is not None:
         write(f"chunk size: {binding['chunk_size']} tokens ({binding['mode']})")
-        write(f"required alignment: {binding['required_alignment']} tokens")
+        if result["required_alignment"] is not None:
+            write(f"required alignment of these groups: {result['required_alignment']} tokens")
+        write(f"required alignment of the binding: {binding['required_alignment']} tokens")
         write(f"boundary id: {binding['boundary_id']}")

@@ -118,7 +118,7 @@ class Binder:
         base = message.base or state.settings.base_chunk_size
         try:
             if state.binding is not None:
-                answer(self._judge(state.binding, groups))
+                answer(self._judge(state.binding, groups, base))
                 return
             if state.upstream is not None:
                 self._pass_on(state.upstream, message, groups, answer)
@@ -167,7 +167,7 @@ class Binder:
             )
             return
         try:
-            answer(self._judge(binding, groups))
+            answer(self._judge(binding, groups, candidate.base_chunk_size))
         except (GeometryError, BindingError) as error:
             self._refuse(error, message.who, answer)
 
@@ -270,8 +270,8 @@ class Binder:
             )
         )
 
-    def _judge(self, binding: Binding, groups: list[Group]) -> protocol.BindReply:
-        geometry.check_compatible(binding.chunk_size, groups)
+    def _judge(self, binding: Binding, groups: list[Group], base: int) -> protocol.BindReply:
+        geometry.check_compatible(binding.chunk_size, groups, base)
         return protocol.BindReply(outcome="compatible", binding=binding_bytes(binding))
 
     def _refuse(self, error: PersistError, who: str, answer: Answer) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from lmcache_persist.cli import main
 from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.errors import (
     ChunkTooLarge,
@@ -124,6 +125,24 @@ def test_no_refusal_is_lost_in_a_flood(root: Path) -> None:
         wait_until(lambda: recorded() == expected, "each one is recorded")
         counted = server.service.stats()["rejections"]
         assert {code: count for code, count in counted.items() if count} == expected
+
+
+def test_a_refusal_tells_both_alignments_apart(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The asker's and the server's alignment have a line each, and the hint's size is plan's."""
+    with local_server(root) as server:
+        words = ["negotiate", "--server", server.url, "--groups"]
+        assert main([*words, "544"]) == 0
+        capsys.readouterr()
+        assert main([*words, "640", "--base", "1000"]) == 3
+        out, talk = capsys.readouterr()
+        assert "chunk size: 544 tokens (auto)\n" in out
+        assert "required alignment of these groups: 640 tokens\n" in out
+        assert "required alignment of the binding: 544 tokens\n" in out
+        assert "would bind it to 1280)" in talk
+        assert main([*words, "0"]) == 3
+        assert "of these groups" not in capsys.readouterr().out
 
 
 def test_every_refusal_has_a_way_out() -> None:

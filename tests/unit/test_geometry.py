@@ -142,8 +142,18 @@ def test_incompatible_names_everything() -> None:
     assert "544" in text
     assert "group 1 (full, tokens_per_block 544)" in text
     assert "group 0" not in text
-    assert caught.value.hint
     assert caught.value.fields == {"chunk_size": 256, "required_alignment": 544}
+
+
+@pytest.mark.parametrize(("bound", "size", "base"), [(544, 256, 256), (256, 640, 1024)])
+def test_incompatible_says_what_another_server_would_be_bound_to(
+    bound: int, size: int, base: int
+) -> None:
+    """The number in the hint is the one that plan gives for the same base."""
+    with pytest.raises(IncompatibleAlignment) as caught:
+        geometry.check_compatible(bound, groups(size), base)
+    planned = geometry.plan(groups(size), base).chunk_size
+    assert f"--chunk-size auto would bind it to {planned})" in str(caught.value.hint)
 
 
 def test_incompatible_only_together() -> None:

@@ -55,7 +55,7 @@ def test_refusals_have_the_same_document_as_answers(
     """outcome, binding and error are always there."""
     assert main(["negotiate", "--server", NOBODY, *args, "--json"]) == status
     document = json.loads(capsys.readouterr().out)
-    assert set(document) == {"outcome", "binding", "error"}
+    assert set(document) == {"outcome", "required_alignment", "binding", "error"}
     assert document["outcome"] == outcome
     assert document["binding"] is None
     assert document["error"]["code"] == code
