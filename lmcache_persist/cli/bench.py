@@ -188,7 +188,9 @@ def _check_amounts(chunks: int, members: int, object_bytes: int, pool_bytes: int
 
 def _check_room(disk: dict[str, Any], wanted_bytes: int, *, evict: bool) -> None:
     used, capacity = disk["used_bytes"], disk["capacity_bytes"]
-    room = None if used is None else int(_MAX_SHARE * capacity) - used
+    # What is stale nobody can find, and it is the oldest, so that it is evicted first.
+    taken = None if used is None else used - disk["stale_bytes"] if disk["objects"] else 0
+    room = None if taken is None else int(_MAX_SHARE * capacity) - taken
     if evict or (room is not None and wanted_bytes <= room):
         return
     free = "an unknown part" if room is None else approximate_size(max(0, room))

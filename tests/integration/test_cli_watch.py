@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -18,8 +19,8 @@ import pytest
 
 from lmcache_persist.cli import bench_worker
 from lmcache_persist.cli.app import main
-from lmcache_persist.cli.bench import percentiles
-from lmcache_persist.errors import ServerUnreachable
+from lmcache_persist.cli.bench import _check_room, percentiles
+from lmcache_persist.errors import ConfigError, ServerUnreachable
 from support.emulated import EmulatedEngine
 from support.in_process import LocalServer, local_server
 from support.server import ServerProcess, inspect, run_cli
@@ -132,6 +133,19 @@ def test_bench_refuses_what_would_not_fit(local: LocalServer, run: Run) -> None:
     ):
         found, _, talk = run("bench", "--server", local.url, *bound, *flags)
         assert (found, said in talk) == (code, True), talk
+
+
+@pytest.mark.parametrize(
+    ("used", "objects", "stale", "fits"),
+    [(800, 0, 700, True), (800, 5, 700, True), (800, 5, 0, False), (None, None, None, False)],
+)
+def test_bench_counts_nothing_stale_as_others(
+    used: int | None, objects: int | None, stale: int | None, fits: bool
+) -> None:
+    """What a rebind left is nobody's; what is not known is at stake."""
+    disk = {"capacity_bytes": 1000, "used_bytes": used, "objects": objects, "stale_bytes": stale}
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="evicted"):
+        _check_room(disk, 500, evict=False)
 
 
 def test_a_bench_that_is_ended_says_how_far_it_came(
