@@ -339,6 +339,10 @@ class Settings:
             for setting, text in zip(SETTINGS, self.effective().values(), strict=True)
         ]
 
+    def where(self, name: str) -> str:
+        """The setting with what set it, as errors name it: ``chunk_size (--chunk-size)``."""
+        return f"{name} ({self._source(_BY_NAME[name])})"
+
     def _source(self, setting: Setting) -> str:
         if setting.name == "capacity" and not self.capacity_is_set:
             return "default of a new store"

@@ -12,6 +12,7 @@ from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import DataDir, Json, MaxChunkSize, Yes
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
+from lmcache_persist.config_sources import variable_of
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def rebind(
         write_json({"binding": done.binding.summary(), "outcome": done.outcome.value})
     else:
         write(plain(_sentence(done)))
+    size = done.binding.chunk_size
+    say(
+        "a start without --chunk-size keeps that; where it is set, by a flag, in"
+        f" {variable_of('chunk_size')} or in a config file, set it to {size} or auto now"
+    )
     if done.outcome.value == "unchanged":
         say(
             "hint: to throw away what is stored: lmcache-persist prune, or reset; --force makes a"

@@ -326,11 +326,11 @@ def _rebuild(found: Found, data_dir: Path) -> str:
 def _check_settings(binding: Binding, settings: Settings) -> None:
     if settings.chunk_size is not None and settings.chunk_size != binding.chunk_size:
         raise BindingMismatch(
-            f"--chunk-size is {settings.chunk_size}, but this data dir is bound to"
-            f" {binding.chunk_size} since {binding.bound_at}",
-            hint=f"start with --chunk-size {binding.chunk_size} or auto, use another --data-dir, or"
-            " give up what is stored with: lmcache-persist rebind"
-            f" {settings.data_dir} --chunk-size {settings.chunk_size}",
+            f"{settings.where('chunk_size')} is {settings.chunk_size}, but this data dir is bound"
+            f" to {binding.chunk_size} since {binding.bound_at}",
+            hint=f"set it to {binding.chunk_size} or auto there, use another --data-dir, or give up"
+            f" what is stored with: lmcache-persist rebind {settings.data_dir} --chunk-size"
+            f" {settings.chunk_size}",
             found=binding.chunk_size,
             expected=settings.chunk_size,
         )

@@ -81,6 +81,8 @@ def test_the_size_that_it_has_is_left_alone(make_server: MakeServer) -> None:
         f"nothing to do: bound to chunk size 256 already, binding {before['binding_id']}\n",
     )
     assert "--force" in err
+    assert "where it is set, by a flag, in LMCACHE_PERSIST_CHUNK_SIZE or in a config file" in err
+    assert "set it to 256 or auto now" in err
     assert json_here(*words, "--yes") == {"binding": before, "outcome": "unchanged"}
     assert snapshot(server.data_dir) == bytes_before
     code, _, err = cli_here(*words, "--force")

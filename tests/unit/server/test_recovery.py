@@ -278,3 +278,19 @@ def test_another_size_names_the_verb_that_gives_what_is_stored_up() -> None:
     with pytest.raises(BindingMismatch) as caught:
         decide(found(binding(), stamp=binding()), settings(chunk_size=640))
     assert "lmcache-persist rebind /nowhere --chunk-size 640" in (caught.value.hint or "")
+
+
+def test_another_size_names_what_sets_it(tmp_path: Path) -> None:
+    """A file that was forgotten in a rebind is named, not a flag that nobody gave."""
+    file = tmp_path / "kv.yaml"
+    file.write_text("chunk_size: 256\n")
+    for flags, env, source in (
+        ({"config": str(file)}, {}, str(file)),
+        ({}, {"LMCACHE_PERSIST_CHUNK_SIZE": "256"}, "LMCACHE_PERSIST_CHUNK_SIZE"),
+        ({"chunk_size": "256"}, {}, "--chunk-size"),
+    ):
+        given = Settings.load({"data_dir": "/nowhere", **flags}, env=env)
+        with pytest.raises(BindingMismatch) as caught:
+            decide(found(binding(), stamp=binding()), given)
+        assert caught.value.message.startswith(f"chunk_size ({source}) is 256, but")
+        assert "set it to 544 or auto there" in (caught.value.hint or "")
