@@ -38,6 +38,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 """Types on which mmap, flock or fsync do not give what LMDB and SQLite need; also ``fuse.*``."""
 
+_IN_MEMORY = frozenset({"hugetlbfs", "ramfs", "tmpfs"})
+
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
@@ -122,4 +124,24 @@ def check_file_system(
         f"{fact}, expected a local one: LMDB and SQLite lose data on it",
         hint="choose a local --data-dir; --allow-network-fs goes ahead at your own risk",
         file_system=found.type,
+    )
+
+
+def pool_warning(
+    folder: Path, *, probe: Callable[[Path], FileSystem | None] | None = None
+) -> str | None:
+    """A warning for the operator if the pool's folder is not in memory, or None.
+
+    It works on a disk, so nothing else would say that a mount was forgotten.
+
+    Args:
+        folder: that of ``--pool-dir``.
+        probe: what tells the file system, :func:`file_system_of` by default.
+    """
+    found = (probe or file_system_of)(folder)
+    if found is None or found.type in _IN_MEMORY:
+        return None
+    return (
+        f"pool dir {folder} lies on {found.mount_point}, a file system of type {found.type} and"
+        " not in memory: the kernel writes the pool out to it, which slows stores and loads down"
     )

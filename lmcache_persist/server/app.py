@@ -27,7 +27,7 @@ from lmcache_persist.datadir import (
     make_data_dir,
 )
 from lmcache_persist.errors import ManifestError, PersistError, StoreError
-from lmcache_persist.filesystems import check_file_system
+from lmcache_persist.filesystems import check_file_system, pool_warning
 from lmcache_persist.manifest import BootRow, Manifest
 from lmcache_persist.posix import discard_output
 from lmcache_persist.server import (
@@ -90,8 +90,8 @@ def serve(settings: Settings) -> int:
     for warning in settings.warnings():
         log.warning("%s", warning)
     network = check_file_system(settings.data_dir, allow_network_fs=settings.allow_network_fs)
-    if network:
-        log.warning("%s", network)
+    for warning in filter(None, (network, pool_warning(settings.pool_dir))):
+        log.warning("%s", warning)
     first_start = FirstStart.of(settings.data_dir)
     paths = make_data_dir(settings.data_dir, group_id=settings.group_id)
     with (

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from lmcache_persist.errors import DataDirUnusable
-from lmcache_persist.filesystems import FileSystem, check_file_system, file_system_of
+from lmcache_persist.filesystems import (
+    FileSystem,
+    check_file_system,
+    file_system_of,
+    pool_warning,
+)
 
 REMOTE = ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "fuse", "fuseblk", "9p", "ceph", "virtiofs"]
 LOCAL = ["ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs"]
@@ -47,6 +52,21 @@ def test_a_local_file_system_is_fine(kind: str) -> None:
 def test_an_unknown_file_system_warns() -> None:
     """Not to know is said, not taken for good."""
     assert check_file_system(Path("/kv"), allow_network_fs=False, probe=lambda _: None)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "overlay", "nfs4"])
+def test_a_pool_that_is_not_in_memory_warns(kind: str) -> None:
+    """A forgotten mount is said: everything else works on a disk, too."""
+    warning = pool_warning(Path("/run/kv"), probe=lambda _: FileSystem(kind, "/", False))
+    assert warning is not None
+    assert kind in warning and "/run/kv" in warning
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "hugetlbfs"])
+def test_a_pool_in_memory_is_fine(kind: str) -> None:
+    """Nothing is said about a file system in memory, nor about one that cannot be told."""
+    assert pool_warning(Path("/p"), probe=lambda _: FileSystem(kind, "/p", False)) is None
+    assert pool_warning(Path("/p"), probe=lambda _: None) is None
 
 
 def test_the_longest_mount_point_decides_and_the_last_of_equals(
