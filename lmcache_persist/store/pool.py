@@ -81,29 +81,27 @@ class Pool:
                 f"pool folder {paths.pool.parent} cannot be used: {error.strerror}",
                 hint="choose another with --pool-dir",
             ) from error
+        file_fd = -1
         try:
             paths.pool.unlink(missing_ok=True)
             remove_dead_clients(paths)
             sweep_dead_pools(paths.pool.parent)
             paths.clients.mkdir(mode=0o700, exist_ok=True)
             file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
+            if group_gid is not None:
+                _let_group_in(paths, file_fd, lock_fd, group_gid)
+            return cls(paths, size_bytes, lock_fd, file_fd)
         except BaseException:
-            with contextlib.suppress(OSError):  # living clients' locks are in it: all stays
+            with contextlib.suppress(OSError):  # living clients' locks are in it: they stay
+                if file_fd >= 0:
+                    paths.pool.unlink(missing_ok=True)
                 paths.clients.rmdir()
                 paths.server_lock.unlink(missing_ok=True)
             os.close(lock_fd)
             raise
-        try:
-            if group_gid is not None:
-                os.fchown(file_fd, -1, group_gid)
-                os.fchmod(file_fd, 0o660)
-                os.chown(paths.clients, -1, group_gid)
-                os.chmod(paths.clients, 0o2770)  # noqa: S103 - what --group asks for
-                os.fchown(lock_fd, -1, group_gid)
-                os.fchmod(lock_fd, 0o640)
-            return cls(paths, size_bytes, lock_fd, file_fd)
         finally:
-            os.close(file_fd)
+            if file_fd >= 0:
+                os.close(file_fd)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes ``[offset, offset + nbytes)``; ``ValueError`` outside the pool."""
@@ -197,6 +195,24 @@ def _take_server_lock(paths: PoolPaths) -> int:
         if same:
             return fd
         os.close(fd)  # its owner removed it while we waited: take the new one
+
+
+def _let_group_in(paths: PoolPaths, file_fd: int, lock_fd: int, gid: int) -> None:
+    """Give a group its rights; what clients make in their folder is the group's (setgid)."""
+    try:
+        os.fchown(file_fd, -1, gid)
+        os.fchmod(file_fd, 0o660)
+        os.chown(paths.clients, -1, gid)
+        os.chmod(paths.clients, 0o2770)  # noqa: S103 - what --group asks for
+        os.fchown(lock_fd, -1, gid)
+        os.fchmod(lock_fd, 0o640)
+    except PermissionError as error:
+        raise DataDirUnusable(
+            f"pool folder {paths.pool.parent}: group {gid} cannot be given its rights,"
+            f" {paths.clients.name} with the setgid bit among them: {error.strerror}",
+            hint="in a systemd unit leave out RestrictSUIDSGID= and DynamicUser=, which forbid"
+            " that bit; or choose another --pool-dir or --group",
+        ) from error
 
 
 def _allocate(path: Path, size_bytes: int, wait_s: float, on_wait: Callable[[str], None]) -> int:

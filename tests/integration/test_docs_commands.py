@@ -65,6 +65,7 @@ FOREIGN_FLAGS = {
     "--max-num-batched-tokens",
     "--group-add",
     "--ipc",
+    "--format",
     "--shm-size",
     "--stop-timeout",
 }

@@ -74,11 +74,12 @@ def test_the_unit_does_not_repeat_a_start_that_was_refused() -> None:
 
 
 def test_the_unit_hides_nothing_that_the_server_reads() -> None:
-    """A private user, /proc without its files, or an own shared memory would break it."""
+    """A private user, /proc without its files, an own shared memory, no setgid would break it."""
     service = unit()["Service"]
     assert "DynamicUser" not in service
     assert service.get("ProcSubset", "all") == "all"
-    assert not {"PrivateIPC", "InaccessiblePaths", "TemporaryFileSystem"} & set(service)
+    forbidden = {"PrivateIPC", "InaccessiblePaths", "TemporaryFileSystem", "RestrictSUIDSGID"}
+    assert not forbidden & set(service)
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
