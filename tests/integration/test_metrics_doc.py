@@ -179,6 +179,28 @@ def test_the_alerts_ask_for_what_is_there(shown: dict[str, Shown]) -> None:
         check_query(rule["expr"], legend, series)
 
 
+def filled(text: str, labels: dict[str, str]) -> str:
+    """An alert's text as Prometheus shows it."""
+    return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda hit: labels[hit[1]], text)
+
+
+def test_every_alert_has_a_case_with_and_one_without() -> None:
+    """What promtool tries has each alert firing with the rule's own texts, and quiet."""
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    document = yaml.safe_load(ALERTS.with_name("alerts_test.yml").read_text())
+    assert document["rule_files"] == [ALERTS.name]
+    cases = [case for test in document["tests"] for case in test["alert_rule_test"]]
+    for rule in group["rules"]:
+        own = [case for case in cases if case["alertname"] == rule["alert"]]
+        firing = [alert for case in own for alert in case.get("exp_alerts", ())]
+        assert firing and len(own) > len([case for case in own if "exp_alerts" in case])
+        for alert in firing:
+            texts = {
+                key: filled(text, alert["exp_labels"]) for key, text in rule["annotations"].items()
+            }
+            assert alert["exp_annotations"] == texts
+
+
 @pytest.mark.parametrize(
     ("expression", "legend"),
     [
