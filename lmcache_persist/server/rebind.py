@@ -155,7 +155,8 @@ def _losses(paths: DataDir, found: Found, binding: Binding, chunk_size: int) -> 
     if chunk_size == binding.chunk_size:
         change = (
             f"{paths.root} is bound to chunk size {chunk_size} already, since"
-            f" {moment(binding.bound_at)}; a new binding to the same size changes nothing but what follows"
+            f" {moment(binding.bound_at)};"
+            " a new binding to the same size changes nothing but what follows"
         )
     if found.store is not StoreState.PRESENT:
         return [change, "there is no usable store: the next start makes an empty one"]
