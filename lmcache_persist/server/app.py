@@ -40,19 +40,14 @@ from lmcache_persist.server import (
     reset,
     rights,
 )
+from lmcache_persist.server.assembly import assemble
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
-from lmcache_persist.server.loop import Loop
-from lmcache_persist.server.mailbox import Mailbox
-from lmcache_persist.server.service import Service
-from lmcache_persist.server.state import ServerState, utc_now
+from lmcache_persist.server.state import utc_now
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.data_file import kernel_boot_id
 from lmcache_persist.store.lmdb_disk import LmdbDisk
-from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
-from lmcache_persist.store.sequence import CommitSequence
-from lmcache_persist.store.writer import Outcome, Writer
 from lmcache_persist.units import format_size
 
 if TYPE_CHECKING:
@@ -221,7 +216,7 @@ def _say_ready(endpoint: str) -> None:
 
 
 class Server:
-    """A running server: assembles the parts, runs the loop, takes it all down again."""
+    """A running server: runs the loop over its parts, and takes it all down again."""
 
     def __init__(
         self,
@@ -238,27 +233,9 @@ class Server:
         self._lock = lock
         self._http: HttpServer | None = None
         self._start_recorded = False
-        sequence, mailbox = CommitSequence(), Mailbox()
-
-        def deliver(outcome: Outcome) -> None:
-            mailbox.post(lambda: self.service.written(outcome))
-
-        self.state = ServerState(
-            settings=settings,
-            boot_id=boot.boot_id,
-            manifest=manifest,
-            disk=disk,
-            pool=pool,
-            memory=MemoryTier(pool, sequence),
-            sequence=sequence,
-            mailbox=mailbox,
-            writer=Writer(disk, deliver),
-            binding=None,
-            endpoint=settings.listen,
-            started_at=boot.started_at,
+        self.state, self.service, self.loop = assemble(
+            settings, boot.boot_id, manifest, disk, pool, started_at=boot.started_at
         )
-        self.service = Service(self.state)
-        self.loop = Loop(self.state, self.service.handle)
 
     def run(self) -> int:
         """Listen, say ready, serve, stop."""

@@ -14,18 +14,14 @@ from lmcache_persist.datadir import DataDir, make_data_dir
 from lmcache_persist.errors import StoreIOError
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import sessions
+from lmcache_persist.server.assembly import assemble
 from lmcache_persist.server.http import HttpServer
-from lmcache_persist.server.loop import Loop
-from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.service import Service
-from lmcache_persist.server.state import ServerState, utc_now
+from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.base import ChunkRecord, ChunkWrite, Place, WriteReport
-from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.memory_disk import MemoryDisk
 from lmcache_persist.store.pool import Pool
-from lmcache_persist.store.sequence import CommitSequence
-from lmcache_persist.store.writer import Outcome, Writer
 
 POOL_BYTES = 8 << 20
 WAIT_S = 60.0
@@ -93,30 +89,10 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
     settings = Settings(data_dir=folder / "d", pool_dir=folder)
     paths = make_data_dir(settings.data_dir, group_id=None)
     DataDir(settings.data_dir).store.mkdir()
-    disk, sequence, mailbox = ObedientDisk(), CommitSequence(), Mailbox()
+    disk = ObedientDisk()
     pool = Pool.create(PoolPaths.of(folder, disk.uuid), pool_bytes, wait_s=1)
-    service: Service
-
-    def deliver(outcome: Outcome) -> None:
-        mailbox.post(lambda: service.written(outcome))
-
     manifest = Manifest.open(paths.manifest)
-    state = ServerState(
-        settings=settings,
-        boot_id="b" * 32,
-        manifest=manifest,
-        disk=disk,
-        pool=pool,
-        memory=MemoryTier(pool, sequence),
-        sequence=sequence,
-        mailbox=mailbox,
-        writer=Writer(disk, deliver),
-        binding=None,
-        endpoint=settings.listen,
-        started_at=utc_now(),
-    )
-    service = Service(state)
-    loop = Loop(state, service.handle)
+    state, service, loop = assemble(settings, "b" * 32, manifest, disk, pool)
     url = loop.listen(settings.listen)
     http = HttpServer("127.0.0.1:0", service)
     thread = threading.Thread(target=loop.run, name="loop", daemon=True)
@@ -140,4 +116,4 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
         disk.close()
         manifest.close()
         pool.close(remove=True)
-        mailbox.close()
+        state.mailbox.close()
