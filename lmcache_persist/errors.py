@@ -35,6 +35,7 @@ The tree (``code`` in parentheses travels on the wire and never changes its mean
     |   +-- StoreFull (store_full)
     |   +-- StoreIOError (store_io)
     |   +-- StoreDamaged (store_damaged)
+    |   +-- StoreGone (store_gone)
     |   +-- ObjectCorrupt (object_corrupt)
     +-- ProtocolError (protocol)
     |   +-- MalformedMessage (malformed_message)
@@ -273,6 +274,12 @@ class StoreDamaged(StoreError):
     """The store's own structure is broken: file length, meta or tree pages, lost records."""
 
     code = "store_damaged"
+
+
+class StoreGone(StoreError):
+    """Files of a live server were removed, moved or replaced: nothing it writes will last."""
+
+    code = "store_gone"
 
 
 class ObjectCorrupt(StoreError):

@@ -21,6 +21,7 @@ from lmcache_persist.errors import (
     DataDirLocked,
     MalformedMessage,
     RequestTimeout,
+    StoreGone,
     TransportError,
     Unbound,
 )
@@ -131,6 +132,8 @@ class _LiveSource:
         self._timeout_s = timeout_s
         try:
             client.flush(timeout_s)
+        except StoreGone as error:
+            say(f"note: {plain(error.message)}; this saves what the server still has")
         except TransportError as error:
             say(f"note: not everything that is committed is on disk yet: {plain(error.message)}")
         first = _asked(client.request(AdminBackup, timeout_s=timeout_s), StorePiece)

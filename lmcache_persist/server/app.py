@@ -43,6 +43,8 @@ from lmcache_persist.server import (
 from lmcache_persist.server.assembly import assemble
 from lmcache_persist.server.binder import settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
+from lmcache_persist.server.losses import objects_amount
+from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.server.state import utc_now
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.data_file import kernel_boot_id
@@ -233,8 +235,9 @@ class Server:
         self._lock = lock
         self._http: HttpServer | None = None
         self._start_recorded = False
+        files = OwnFiles.of(lock.data_dir)
         self.state, self.service, self.loop = assemble(
-            settings, boot.boot_id, manifest, disk, pool, started_at=boot.started_at
+            settings, boot.boot_id, manifest, disk, pool, files, started_at=boot.started_at
         )
 
     def run(self) -> int:
@@ -314,6 +317,8 @@ class Server:
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
         recorded = state.end_clerk(max(0.1, deadline - time.monotonic()))
         closed, hangs = False, not (drained and recorded)
+        # Not looked at again on a disk that hangs.
+        lost = self._lost() if drained and recorded else bool(state.files.gone)
         if not drained:
             log.error("the disk did not take all committed chunks in time; giving them up")
         elif recorded:
@@ -331,6 +336,21 @@ class Server:
             # A thread hangs in the disk: nothing may be closed under it, nothing waits for it.
             sys.stdout.flush()
             os._exit(1)
+        state.files.close()
         state.mailbox.close()
         log.info("stopped")
-        return closed
+        return closed and not lost
+
+    def _lost(self) -> bool:
+        """Whether the store ends in files that the next start does not find; says so."""
+        files = self.state.files
+        if files.look():
+            return False
+        try:
+            usage = self.state.disk.usage()
+            what = objects_amount(usage.objects, usage.bytes)
+        except (StoreError, OSError) as error:
+            what = f"what is stored ({error})"
+        rescue = "" if files.removed else ", if it is not moved back before the next start"
+        log.error("%s: with this stop %s are lost%s", files.gone, what, rescue)
+        return True

@@ -8,6 +8,7 @@ from lmcache_persist.config import Settings
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server.loop import Loop
 from lmcache_persist.server.mailbox import Mailbox
+from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.server.service import Service
 from lmcache_persist.server.state import ServerState, utc_now
 from lmcache_persist.store.base import DiskTier
@@ -31,6 +32,7 @@ def assemble(
     manifest: Manifest,
     disk: DiskTier,
     pool: Pool,
+    files: OwnFiles,
     *,
     started_at: str = "",
 ) -> Assembly:
@@ -42,6 +44,7 @@ def assemble(
         manifest: open.
         disk: open; nobody else writes to it from now on.
         pool: made for it.
+        files: that have to stay in their place.
         started_at: UTC, ISO 8601; now if empty.
     """
     sequence, mailbox = CommitSequence(), Mailbox()
@@ -59,7 +62,8 @@ def assemble(
         memory=MemoryTier(pool, sequence),
         sequence=sequence,
         mailbox=mailbox,
-        writer=Writer(disk, deliver),
+        writer=Writer(disk, deliver, files.look),
+        files=files,
         binding=None,
         endpoint=settings.listen,
         started_at=started_at or utc_now(),

@@ -141,9 +141,14 @@ class Binder:
             return
         state.run(
             state.clerk,
-            lambda: settle(state.manifest, state.disk, candidate),
+            lambda: self._settle(candidate),
             lambda done: self._bound(done, candidate, groups, plan.warnings, message, answer),
         )
+
+    def _settle(self, candidate: Binding) -> Binding:
+        """As :func:`settle`, on the clerk; not into files that nobody will find again."""
+        self._state.files.require()
+        return settle(self._state.manifest, self._state.disk, candidate)
 
     def _bound(
         self,
@@ -205,11 +210,7 @@ class Binder:
         """
         state = self._state
         candidate = adopted_candidate(state.settings, state.disk, chunk_size)
-        state.run(
-            state.clerk,
-            lambda: settle(state.manifest, state.disk, candidate),
-            self._adopted,
-        )
+        state.run(state.clerk, lambda: self._settle(candidate), self._adopted)
 
     def _adopted(self, done: Future[Binding]) -> None:
         self._settled(done, lambda reply: None)
@@ -247,7 +248,7 @@ class Binder:
             if binding is not None:
                 self._answer_passed(binding, passed, message, groups, answer)
 
-        state.run(state.clerk, lambda: settle(state.manifest, state.disk, candidate), settled)
+        state.run(state.clerk, lambda: self._settle(candidate), settled)
 
     def _answer_passed(
         self,

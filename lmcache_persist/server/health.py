@@ -79,14 +79,15 @@ class Probe:
     def _look(self) -> _Seen:
         state, problems, usage = self._state, [], None
         folder = state.settings.data_dir
+        in_place = state.files.look()
         try:
-            if os.statvfs(DataDir(folder).store).f_flag & os.ST_RDONLY:
+            if in_place and os.statvfs(DataDir(folder).store).f_flag & os.ST_RDONLY:
                 problems.append(
                     Problem("read_only", f"data dir {plain(folder)} is mounted read-only")
                 )
         except OSError as error:
             problems.append(
-                Problem("data_dir", f"data dir {plain(folder)} is not there: {error.strerror}")
+                Problem("data_dir", f"data dir {plain(folder)} fails: {error.strerror}")
             )
         try:
             usage = state.disk.usage()
@@ -129,6 +130,8 @@ def readiness(
         found.append(
             Problem("loop_stalled", f"the loop has not turned for {now - state.turned_s:.0f} s")
         )
+    if state.files.gone:
+        found.append(Problem("store_gone", state.files.gone))
     found += _of_writer(state, now)
     found += probe.problems
     waited = max(

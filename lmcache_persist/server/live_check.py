@@ -62,7 +62,10 @@ class LiveCheck:
         Raises:
             MalformedMessage: the cursor is none.
             StoreIOError: too many checks wait already.
+            StoreGone: what would be checked is not what the data dir holds.
         """
+        if self._state.files.gone:
+            raise self._state.files.error()
         if message.repair and message.cursor in (b"", MENDING):
             self._mend(answer)
             return

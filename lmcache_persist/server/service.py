@@ -93,6 +93,9 @@ class Service:
             protocol.AdminManifest: lambda s, m, answer: self._backup.manifest(m, answer),
             protocol.Bye: self._bye,
         }
+        state.files.on_change = lambda gone: state.mailbox.post(
+            lambda: self._stores.files_changed(gone)
+        )
         self._tick()
 
     def handle(self, message: protocol.Request, answer: Answer) -> None:

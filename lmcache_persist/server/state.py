@@ -24,6 +24,7 @@ from lmcache_persist.config import Settings
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.server.mailbox import Mailbox
 from lmcache_persist.server.metrics import Counters, Histograms
+from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.store.base import DiskTier
 from lmcache_persist.store.memory import MemoryTier
 from lmcache_persist.store.pool import Pool
@@ -75,6 +76,7 @@ class ServerState:
     """The parts of one server. The loop owns all of it; see each part for its threads.
 
     Attributes:
+        files: of the data dir, and whether they are still in their place.
         reading: disk reads under way, by a number, with the monotonic time of their start.
         started_s: monotonic time of the start.
         turned_s: of the loop's last turn.
@@ -89,6 +91,7 @@ class ServerState:
     sequence: CommitSequence
     mailbox: Mailbox
     writer: Writer
+    files: OwnFiles
     binding: Binding | None
     endpoint: str
     started_at: str

@@ -191,11 +191,29 @@ class Stores:
         self._answer_flushes()
         self._on_room()
 
+    def files_changed(self, gone: str) -> None:
+        """Files of the data dir left their place, or are back: ``durable_seq`` stands, or goes on.
+
+        A flush is refused as long: what was durable before is as lost as what was not.
+        """
+        if not gone:
+            self._state.sequence.go_on()
+            return
+        self._state.sequence.hold()
+        refused, self._flushes = self._flushes, []
+        for flush in refused:
+            flush.answer(self._state.files.error())
+
     def flush(self, session: Session, message: protocol.Flush, answer: Answer) -> None:
         """Answer when everything up to ``seq`` is settled, or NotYet after ``wait_ms``.
 
         Beyond :data:`MAX_FLUSHES_PER_SESSION` waiting ones the answer comes at once.
+
+        Raises:
+            StoreGone: the store's file, or the manifest's, is not in its place any more.
         """
+        if self._state.files.gone:
+            raise self._state.files.error()
         seq = self._state.sequence.last if message.seq is None else message.seq
         if seq <= self._state.sequence.durable_seq:
             answer(self._flushed())

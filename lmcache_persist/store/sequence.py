@@ -15,6 +15,7 @@ class CommitSequence:
     def __init__(self) -> None:
         self.last = 0
         self._open: dict[int, int] = {}
+        self._held: int | None = None
 
     def begin(self) -> int:
         """The number of a new commit, with nothing open."""
@@ -39,8 +40,18 @@ class CommitSequence:
         else:
             del self._open[seq]
 
+    def hold(self) -> None:
+        """Let ``durable_seq`` stand still until :meth:`go_on`, whatever is settled."""
+        self._held = self.durable_seq
+
+    def go_on(self) -> None:
+        """The inverse of :meth:`hold`."""
+        self._held = None
+
     @property
     def durable_seq(self) -> int:
         """All commits up to this one are settled."""
+        if self._held is not None:
+            return self._held
         # Numbers are opened in rising order and dicts keep it: the first is the smallest.
         return next(iter(self._open)) - 1 if self._open else self.last

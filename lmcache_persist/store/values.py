@@ -98,6 +98,8 @@ class DropReason(StrEnum):
     """The disk tier had no room, even after eviction."""
     DISK_ERROR = "disk_error"
     """The disk failed."""
+    STORE_GONE = "store_gone"
+    """The store's file, or the manifest's, is not in its place any more."""
 
 
 class Dropped(NamedTuple):

@@ -1,8 +1,9 @@
 """The writer thread: takes committed chunks, puts many into one disk transaction.
 
-Order of a commit: slots pinned -> extents and records in one transaction -> sync ->
-outcome posted to the loop, which publishes ``durable_seq`` and unpins the slots. While one
-transaction syncs, the next batch gathers in the queue: that is the whole of group commit.
+Order of a commit: slots pinned -> extents and records in one transaction -> sync -> the
+file is still in its place -> outcome posted to the loop, which publishes ``durable_seq``
+and unpins the slots. While one transaction syncs, the next batch gathers in the queue:
+that is the whole of group commit.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Writer:
     Args:
         disk: the tier; nobody else writes to it while this lives.
         deliver: called on the writer thread with each :class:`Outcome`; must not block.
+        in_place: whether what is written can be found again; asked on the writer thread.
 
     Attributes:
         on_damage: called on the writer thread when the store's structure is found broken.
@@ -104,9 +106,15 @@ class Writer:
     Threads: ``submit``, ``touch``, ``drop``, ``run`` any; ``close`` one.
     """
 
-    def __init__(self, disk: DiskTier, deliver: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        disk: DiskTier,
+        deliver: Callable[[Outcome], None],
+        in_place: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._disk = disk
         self._deliver = deliver
+        self._in_place = in_place
         self._queue: queue.SimpleQueue[WriteJob | Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._touched: deque[Sequence[ChunkKey]] = deque()
@@ -235,6 +243,16 @@ class Writer:
             self._guard(lambda: self._disk.drop(copies))  # noqa: B023 - called now
 
     def _write(self, batch: list[WriteJob]) -> None:
+        gone = {job.key: DropReason.STORE_GONE for job in batch}
+        outcome = Outcome([(job, False) for job in batch], dropped=gone)
+        if self._in_place():
+            written = self._written(batch)
+            # Asked again: a file that went away meanwhile took the batch along.
+            if self._in_place():
+                outcome = written
+        self._deliver(outcome)
+
+    def _written(self, batch: list[WriteJob]) -> Outcome:
         outcome = Outcome([(job, False) for job in batch])
 
         def write() -> None:
@@ -253,7 +271,7 @@ class Writer:
                 self._not_stored.warning(f"chunk {key.hex()[-16:]} not stored: {reason}")
 
         self._guard(write)
-        self._deliver(outcome)
+        return outcome
 
     def _make_room(self) -> None:
         while self._queue.empty():

@@ -8,9 +8,31 @@ _SERVER = "lmcache_persist/server/"
 _STALLED = "tests/integration/test_stalled_disk.py::"
 _REFUSALS = "tests/integration/test_refusals.py::"
 _CLIENTS = "tests/integration/test_clients.py::"
+_WRITER = "tests/unit/store/test_writer.py::"
 _HTTP = "tests/integration/test_hostile_http.py::"
 
 MUTATIONS = (
+    Mutation(
+        "durable-in-a-file-that-is-gone",
+        "lmcache_persist/store/writer.py",
+        "            if self._in_place():\n                outcome = written",
+        "            if True:\n                outcome = written",
+        (_WRITER + "test_what_goes_into_a_file_that_is_gone_is_not_durable",),
+    ),
+    Mutation(
+        "durable-goes-on-without-the-store",
+        _SERVER + "stores.py",
+        "        self._state.sequence.hold()\n",
+        "",
+        ("tests/integration/test_gone_store.py::test_nothing_is_durable_until_it_is_moved_back",),
+    ),
+    Mutation(
+        "a-copy-passes-for-the-store",
+        _SERVER + "own_files.py",
+        "if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):",
+        "if os.path.lexists(path):",
+        ("tests/unit/server/test_own_files.py::test_a_copy_is_not_the_same_file",),
+    ),
     Mutation(
         "searches-behind-reads",
         _SERVER + "lookups.py",

@@ -16,6 +16,7 @@ from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import sessions
 from lmcache_persist.server.assembly import assemble
 from lmcache_persist.server.http import HttpServer
+from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.server.service import Service
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.shm import PoolPaths
@@ -92,7 +93,8 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
     disk = ObedientDisk()
     pool = Pool.create(PoolPaths.of(folder, disk.uuid), pool_bytes, wait_s=1)
     manifest = Manifest.open(paths.manifest)
-    state, service, loop = assemble(settings, "b" * 32, manifest, disk, pool)
+    files = OwnFiles(paths.root, [paths.manifest])
+    state, service, loop = assemble(settings, "b" * 32, manifest, disk, pool, files)
     url = loop.listen(settings.listen)
     http = HttpServer("127.0.0.1:0", service)
     thread = threading.Thread(target=loop.run, name="loop", daemon=True)
@@ -116,4 +118,5 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
         disk.close()
         manifest.close()
         pool.close(remove=True)
+        files.close()
         state.mailbox.close()

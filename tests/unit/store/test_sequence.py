@@ -37,3 +37,16 @@ def test_a_closed_commit_takes_nothing_more() -> None:
     sequence.begin()
     with pytest.raises(ValueError, match="closed"):
         sequence.add(first)
+
+
+def test_a_held_sequence_stands_still() -> None:
+    """What is settled meanwhile shows only afterwards."""
+    sequence = CommitSequence()
+    assert sequence.begin() == 1
+    sequence.hold()
+    second = sequence.begin()
+    sequence.add(second)
+    sequence.settle(second)
+    assert sequence.durable_seq == 1
+    sequence.go_on()
+    assert sequence.durable_seq == second

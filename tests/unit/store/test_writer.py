@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_persist.errors import StoreFull, StoreIOError
 from lmcache_persist.store import writer as writer_module
-from lmcache_persist.store.base import ChunkKey, ChunkWrite, Place, WriteReport
+from lmcache_persist.store.base import ChunkKey, ChunkWrite, DropReason, Place, WriteReport
 from lmcache_persist.store.memory_disk import MemoryDisk
 from lmcache_persist.store.writer import Outcome, WriteJob, Writer
 from store_support import binding, chunk
@@ -213,3 +213,21 @@ def test_a_task_after_the_end_is_cancelled() -> None:
     late = writer.run(lambda: None)
     disk.open.set()
     wait_until(late.cancelled, "the late task is cancelled")
+
+
+@pytest.mark.parametrize("looks", [[False], [True, False]])
+def test_what_goes_into_a_file_that_is_gone_is_not_durable(looks: list[bool]) -> None:
+    """Whether it went before the transaction or during it; the next one may be durable again."""
+    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    left = iter([*looks, True, True])
+    disk = Gate()
+    writer = Writer(disk, outcomes.put, lambda: next(left))
+    writer.submit(job(1))
+    outcome = outcomes.get(timeout=TIMEOUT_S)
+    assert [durable for _, durable in outcome.jobs] == [False]
+    assert outcome.dropped == {job(1).key: DropReason.STORE_GONE}
+    assert outcome.seconds is None
+    assert len(disk.batches) == len(looks) - 1
+    writer.submit(job(2))
+    assert collect(outcomes, 1) == {2: True}
+    assert writer.close(TIMEOUT_S)
