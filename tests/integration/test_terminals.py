@@ -69,6 +69,7 @@ def test_top_follows_a_terminal_that_is_resized(server: ServerProcess) -> None:
         narrow = frames(window.drawn[seen:])[-1]
         assert len(narrow) <= 10
         assert max(map(cell_len, narrow)) <= 40
+        assert narrow[0].split()[-1] == wide[0].split()[-1], "the same interval, drawn anew"
         window.type("\x03")
         assert window.wait() == 130
     assert "Traceback" not in window.drawn

@@ -154,8 +154,8 @@ MUTATIONS = (
     Mutation(
         "numbers-are-shortened-as-names",
         "lmcache_persist/cli/layout.py",
-        "        if kind is Kind.NUMBER:\n            bound = widest\n",
-        "",
+        "            bound = widest\n",
+        "            bound = 4\n",
         (_NARROW + "test_inspect_fits_and_cuts_no_number",),
     ),
     Mutation(
