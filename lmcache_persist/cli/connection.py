@@ -84,7 +84,7 @@ def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) 
         hint = f"see its state with: ps -o stat,wchan:20,args -p {holder.pid}; if it hangs, stop"
         hint += f" it with: kill -9 {holder.pid}, which loses nothing durable ({_HANGS})"
     else:
-        why = f"{error.message.rpartition(': ')[2]}, but {who}, listening at {holder.endpoint}"
+        why = f"{error.fields['why']}, but {who}, listening at {holder.endpoint}"
         hint = "use that endpoint; if it is this one, the server is about to start or to end, or"
         hint += f" its socket was removed: stop it with: kill {holder.pid}"
     return ServerUnreachable(f"no server answers at {url}: {why}", hint=hint, **error.fields)

@@ -107,12 +107,13 @@ def ask(
     """Send one message and wait for its reply.
 
     Raises:
-        PersistError: the refusal, or a ``TransportError``; at once without a server.
+        PersistError: the refusal, or a ``TransportError``; without a server at once, but for a
+            look at why, which takes half a second at most.
     """
     future: Future[Any] = Future()
     link = session.link
     if link is None:
-        raise session.unreachable()
+        raise session.missing()
     body = encode(make(link))
     session.send(link, body, timeout_s, partial(_finish, future, link, expected, None))
     try:

@@ -40,6 +40,8 @@ from lmcache_persist.protocol import Bye, Ping, Reply, encode
 
 log = logging.getLogger(__name__)
 
+_GLANCE_S = 0.1
+"""For a look on the I/O thread: a log line is not worth more."""
 _REAP_S = 0.25
 _BYE_S = 0.5
 _JOIN_S = 5.0
@@ -117,6 +119,15 @@ class Session:
     def unreachable(self) -> ServerUnreachable:
         """The error for "no server", with what was seen last; waits for nothing."""
         return unreachable(self.endpoint, self.trouble)
+
+    def missing(self) -> ServerUnreachable:
+        """As :meth:`unreachable`, with what a look finds, which takes half a second at most."""
+        if self.trouble is None or self._closing:
+            return self.unreachable()
+        waited_s = self.options.request_timeout_s
+        return unreachable(
+            self.endpoint, self.trouble, finding=look(self.endpoint), timeout_s=waited_s
+        )
 
     def send(
         self,
@@ -224,7 +235,9 @@ class Session:
             return
         self._reconnecting = True
         if was_up:
-            log.warning("cache server %s is gone: %s", self.endpoint, error.message)
+            finding = look(self.endpoint, _GLANCE_S)
+            now = f"; now: {finding.text}" if finding and finding.reason != "listening" else ""
+            log.warning("cache server %s is gone: %s%s", self.endpoint, error.message, now)
         self._start_reaping()
         delay_s = 0.0
         if self._failures:

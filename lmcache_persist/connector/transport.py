@@ -236,7 +236,8 @@ class Transport:
         if wire is not None and wire.socket in ready:
             self._serve(wire, ready[wire.socket])
         if wire is not None and wire is self._wire and wire.monitor in ready and wire.ended():
-            self._lose(ServerUnreachable(f"server {self._endpoint} closed the connection"))
+            ended = "closed the connection" if wire.connected else "took no connection"
+            self._lose(ServerUnreachable(f"server {self._endpoint} {ended}"))
         for old in self._retired.copy():
             if old.socket in ready or old.monitor in ready:
                 self._serve_retired(old)

@@ -45,7 +45,8 @@ def look(endpoint: Endpoint, timeout_s: float = LOOK_S) -> Finding | None:
     found: list[Finding] = []
     # In a thread: neither a resolver nor a hung file system can be given a time-out.
     thread = threading.Thread(
-        target=lambda: found.append(_look(endpoint, timeout_s)),
+        # A little less: whether it finds a host silent must not hang on who is first.
+        target=lambda: found.append(_look(endpoint, 0.8 * timeout_s)),
         name="lmcache-persist-look",
         daemon=True,
     )
@@ -83,6 +84,7 @@ def unreachable(
         hint=_hint(endpoint, reason, finding.owner if finding else ""),
         endpoint=endpoint.url,
         reason=reason,
+        why=why,
     )
 
 

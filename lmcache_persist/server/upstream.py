@@ -179,7 +179,7 @@ class Upstream:
     def _silent(self, error: PersistError) -> ServerUnreachable:
         return ServerUnreachable(
             f"server {self.url}, whose chunk size this one takes (--chunk-size-from), gives no"
-            f" answer: {error.message}",
+            f" answer: {error.fields.get('why') or error.message}",
             hint="nothing is bound before it does; start it, then try again",
             endpoint=self.url,
         )

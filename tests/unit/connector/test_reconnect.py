@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from lmcache_persist import protocol
 from lmcache_persist.connector import CacheClient, Change
+from lmcache_persist.connector.unreachable import Finding
 from lmcache_persist.errors import (
     IdentityMismatch,
     IncompatibleAlignment,
@@ -50,6 +52,44 @@ def bound_worker(connect: Connect, **options: float) -> CacheClient:
     client.bind(GROUPS)
     client.register(REGISTRATION)
     return client
+
+
+def test_a_server_that_went_is_looked_for(
+    serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log and later calls name what is there now; that a connection was closed is said once."""
+    server = serve()
+    client = connect("cli")
+    path = Path(client.endpoint.path)
+    server.close()
+    path.unlink(missing_ok=True)
+    wait_until(lambda: "is gone" in caplog.text, "the loss is logged")
+    with pytest.raises(ServerUnreachable, match="no socket there") as caught:
+        client.stats()
+    assert caught.value.fields["reason"] == "absent"
+    with socket.socket(socket.AF_UNIX) as plug:
+        plug.bind(str(path))
+        with pytest.raises(ServerUnreachable, match="connection refused"):
+            client.stats()
+    told = [line for line in caplog.messages if "is gone" in line]
+    assert len(told) == 1
+    assert f"server {client.endpoint} closed the connection" in told[0]
+
+
+def test_the_log_says_what_is_there_now(
+    serve: Serve,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside the connection that was closed: no socket any more."""
+    server = serve()
+    connect("cli")
+    found = Finding("absent", "no socket there")
+    monkeypatch.setattr("lmcache_persist.connector.session.look", lambda *_: found)
+    server.close()
+    wait_until(lambda: "is gone" in caplog.text, "the loss is logged")
+    assert "closed the connection; now: no socket there" in caplog.text
 
 
 def test_restart_is_survived(serve: Serve, connect: Connect) -> None:

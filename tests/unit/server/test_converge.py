@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from lmcache_persist import hashing
 from lmcache_persist.errors import ServerUnreachable
+from lmcache_persist.protocol import Bind
 from lmcache_persist.server.converge import ASK_S, COMPARE_S, Converger
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.upstream import Seen, Upstream
@@ -111,6 +113,19 @@ def test_a_size_that_cannot_be_taken_is_asked_for_again() -> None:
     assert turns.turn() == ASK_S
     assert asked == [640, 640]
     assert "a defect" in asking.stats()["trouble"]
+
+
+def test_an_absent_first_server_is_told_from_a_silent_one(tmp_path: Path) -> None:
+    """Whoever is refused because of it reads what is in the way."""
+    first = Upstream(f"ipc://{tmp_path}/nope.sock", "second", "b" * 32)
+    try:
+        assert first.wait(0.05) is None
+        with pytest.raises(ServerUnreachable, match=r"gives no answer: no socket there \("):
+            first.look()
+        with pytest.raises(ServerUnreachable, match=r"gives no answer: no socket there \("):
+            first.pass_on(Bind(boot="", session="", binding="", groups=[]))
+    finally:
+        first.close()
 
 
 def test_a_silent_server_is_no_defect() -> None:
