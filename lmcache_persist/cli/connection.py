@@ -41,7 +41,7 @@ def connected(
 
     Args:
         server: its endpoint.
-        timeout_s: until it is to be heard.
+        timeout_s: until it is to be heard, and for any answer that has no other.
         verb: who asks.
         kind: of client.
         root: the data dir of the server, if that is known.
@@ -54,7 +54,10 @@ def connected(
 
     # The verb says itself how it ended; the client's own log lines would say it twice.
     logging.getLogger("lmcache_persist").addHandler(logging.NullHandler())
-    options = ClientOptions(connect_timeout_s=timeout_s)
+    # All of them: what a person waits for, not what an engine does, is how long it may take.
+    options = ClientOptions(
+        connect_timeout_s=timeout_s, request_timeout_s=timeout_s, lookup_timeout_s=timeout_s
+    )
     label = f"lmcache-persist {verb}"
     try:
         with CacheClient(server, kind=kind, label=label, options=options) as client:

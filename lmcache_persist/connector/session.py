@@ -124,7 +124,7 @@ class Session:
         """As :meth:`unreachable`, with what a look finds, which takes half a second at most."""
         if self.trouble is None or self._closing:
             return self.unreachable()
-        waited_s = self.options.request_timeout_s
+        waited_s = self.trouble.fields.get("waited_s", self.options.request_timeout_s)
         return unreachable(
             self.endpoint, self.trouble, finding=look(self.endpoint), timeout_s=waited_s
         )

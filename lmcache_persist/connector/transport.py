@@ -293,14 +293,19 @@ class Transport:
         call = wire.calls[request_id]
         # Left in place with its late handler: the drop fails the others, this one says more.
         wire.calls[request_id] = _Call(lambda _: None, call.late)
-        error = RequestTimeout(f"server {self._endpoint} did not answer within {timeout_s:g} s")
+        error = RequestTimeout(
+            f"server {self._endpoint} did not answer within {timeout_s:g} s", waited_s=timeout_s
+        )
         self._lose(error, listen=True)
         call.done(error)
 
     def _check_connected(self, wire: Wire, timeout_s: float) -> None:
         if wire is self._wire and not wire.connected:
             self._lose(
-                RequestTimeout(f"server {self._endpoint} does not answer within {timeout_s:g} s")
+                RequestTimeout(
+                    f"server {self._endpoint} does not answer within {timeout_s:g} s",
+                    waited_s=timeout_s,
+                )
             )
 
     def _lose(self, error: PersistError, *, listen: bool = False) -> None:

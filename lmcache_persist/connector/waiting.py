@@ -29,6 +29,9 @@ from lmcache_persist.protocol import (
     Stats,
 )
 
+_ANSWER_S = 1.0
+"""For a flush to be answered, beyond what it waits: its time-out must not be two of them."""
+
 
 class WaitingCalls:
     """The half of :class:`~lmcache_persist.connector.client.CacheClient` that waits.
@@ -163,7 +166,7 @@ class WaitingCalls:
                 self._session,
                 lambda link, ms=wait_ms: Flush(**link.header(), seq=goal, wait_ms=ms),  # type: ignore[misc]
                 (Flushed, NotYet),
-                wait_ms / 1000 + self.options.request_timeout_s,
+                wait_ms / 1000 + min(_ANSWER_S, self.options.request_timeout_s),
             )
             if isinstance(reply, Flushed):
                 return reply.durable_seq

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,6 +134,27 @@ def test_bench_refuses_what_would_not_fit(local: LocalServer, run: Run) -> None:
     ):
         found, _, talk = run("bench", "--server", local.url, *bound, *flags)
         assert (found, said in talk) == (code, True), talk
+
+
+def test_bench_waits_as_long_as_it_is_told(
+    local: LocalServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that hangs in the middle: the time that was waited is that of --timeout."""
+    go_on, load = threading.Event(), bench_worker.BenchWorker.load
+
+    def hang(worker: bench_worker.BenchWorker) -> None:
+        local.state.mailbox.post(lambda: go_on.wait(60) and None)
+        load(worker)
+
+    monkeypatch.setattr(bench_worker.BenchWorker, "load", hang)
+    flags = ["--groups", "64", "--bind", "--chunks", "8", "--object-size", "4KiB", "--evict"]
+    try:
+        code, _, talk = run("bench", "--server", local.url, *flags, "--timeout", "2.5")
+    finally:
+        go_on.set()
+    assert code == 4
+    assert "within 2.5 s" in talk
+    assert "within 1 s" not in talk
 
 
 @pytest.mark.parametrize(
