@@ -42,6 +42,7 @@ DEFAULT_CAPACITY_BYTES: Final = 8 << 30
 MIN_POOL_BYTES: Final = 1 << 20
 MAX_SIZE_BYTES: Final = 1 << 46
 """64 TiB: what a process can map on x86-64, with room to spare."""
+_KEPT: Final = "not set: the store keeps its size"
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("text", "json")
 DURABILITIES: Final = ("sync", "relaxed")
@@ -225,6 +226,7 @@ class Settings:
         log_level: one of :data:`LOG_LEVELS`.
         log_format: one of :data:`LOG_FORMATS`.
         sources: for each field that is no default, where it came from.
+        overtaken_bytes: the capacity that was set, if a store that grew live has more; else 0.
     """
 
     data_dir: Path
@@ -246,6 +248,7 @@ class Settings:
     log_level: str = "info"
     log_format: str = "text"
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    overtaken_bytes: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.listen:
@@ -296,6 +299,23 @@ class Settings:
         """Whether somebody said how large the store is to be."""
         return "capacity_bytes" in self.sources or self.capacity_bytes != DEFAULT_CAPACITY_BYTES
 
+    @property
+    def capacity_set_by(self) -> str | None:
+        """Where somebody said how large the store is to be; None if nobody did."""
+        source = self.sources.get("capacity_bytes", "code")
+        return source if self.capacity_is_set and source != _KEPT else None
+
+    @property
+    def capacity_set_bytes(self) -> int | None:
+        """What somebody set, though the store may have grown since; None if nobody did."""
+        if self.capacity_set_by is None:
+            return None
+        return self.overtaken_bytes or self.capacity_bytes
+
+    def for_grown_store(self, store_bytes: int) -> Settings:
+        """With the capacity of a store that grew beyond the one that is set."""
+        return replace(self, capacity_bytes=store_bytes, overtaken_bytes=self.capacity_bytes)
+
     def for_store(self, store_bytes: int) -> Settings:
         """With the capacity that holds: the one that is set, else the size of the store.
 
@@ -304,7 +324,7 @@ class Settings:
         """
         if self.capacity_is_set or not store_bytes:
             return self
-        sources = {**self.sources, "capacity_bytes": "not set: the store keeps its size"}
+        sources = {**self.sources, "capacity_bytes": _KEPT}
         return replace(self, capacity_bytes=store_bytes, sources=sources)
 
     @property

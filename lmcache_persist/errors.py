@@ -33,6 +33,7 @@ The tree (``code`` in parentheses travels on the wire and never changes its mean
     |   +-- ManifestBusy (manifest_busy)
     +-- StoreError (store)
     |   +-- StoreFull (store_full)
+    |   +-- StoreBusy (store_busy)
     |   +-- StoreIOError (store_io)
     |   +-- StoreDamaged (store_damaged)
     |   +-- StoreGone (store_gone)
@@ -260,6 +261,13 @@ class StoreFull(StoreError):
     """The disk tier has no room, even after eviction."""
 
     code = "store_full"
+    retryable = True
+
+
+class StoreBusy(StoreError):
+    """Something else holds the store for too long; nothing was changed."""
+
+    code = "store_busy"
     retryable = True
 
 

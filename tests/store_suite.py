@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from lmcache_persist import failpoints
-from lmcache_persist.errors import ObjectCorrupt, StoreIOError, StoreMismatch
+from lmcache_persist.errors import ConfigError, ObjectCorrupt, StoreIOError, StoreMismatch
 from lmcache_persist.store.base import (
     BAD_RECORD,
     ChunkRecord,
@@ -411,6 +411,23 @@ class StoreSuite:
         assert found(tier, [key(1), key(2), key(3)]) == [True, False, False]
         assert tier.write([chunk(2), chunk(3)]).written == [key(2), key(3)]
         assert_reads_back(tier, [chunk(1), chunk(2), chunk(3)])
+
+    def test_it_grows_in_use(self, tier: DiskTier) -> None:
+        """More room from now on, all that was there still is, and it never becomes less."""
+        tier.write([chunk(1), chunk(2, 3 * MIB)])
+        more = 2 * tier.capacity_bytes
+        assert tier.reads_end(1.0)
+        told: list[int] = []
+        tier.allocate(more, told.append)
+        assert tier.capacity_bytes == more // 2
+        tier.grow(more, over_bytes=more // 2)
+        tier.give_back()
+        assert tier.capacity_bytes == tier.usage().capacity_bytes == more
+        assert told == sorted(told)
+        assert_reads_back(tier, [chunk(1), chunk(2, 3 * MIB)])
+        assert tier.write([chunk(3)]).written == [key(3)]
+        with pytest.raises(ConfigError):
+            tier.grow(more // 2)
 
     def test_contents_depend_on_the_place(self) -> None:
         """The contents that these tests write differ by chunk and place."""

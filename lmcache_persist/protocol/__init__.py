@@ -77,6 +77,7 @@ from lmcache_persist.protocol.replies import (
 )
 from lmcache_persist.protocol.requests import (
     AdminBackup,
+    AdminGrow,
     AdminInspect,
     AdminManifest,
     AdminObjects,
@@ -99,6 +100,7 @@ from lmcache_persist.protocol.requests import (
 
 __all__ = [
     "AdminBackup",
+    "AdminGrow",
     "AdminInspect",
     "AdminManifest",
     "AdminObjects",

@@ -195,6 +195,17 @@ class AdminPrune(_Request, frozen=True, kw_only=True, tag="admin.prune"):
     counted_bytes: Count = 0
 
 
+class AdminGrow(_Request, frozen=True, kw_only=True, tag="admin.grow"):
+    """Asks for a larger disk tier, or how far that is.
+
+    ``growth`` 0 starts one, or joins the one to the same capacity; else its number, from an
+    earlier answer.
+    """
+
+    capacity_bytes: Count
+    growth: Count = 0
+
+
 class AdminBackup(_Request, frozen=True, kw_only=True, tag="admin.backup"):
     """Asks for the next piece of the store; an empty cursor begins, with numbers only."""
 
@@ -227,6 +238,7 @@ Request = (
     | AdminObjects
     | AdminVerify
     | AdminPrune
+    | AdminGrow
     | AdminBackup
     | AdminManifest
     | Bye

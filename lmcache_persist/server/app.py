@@ -133,6 +133,15 @@ def _with_capacity(settings: Settings, found: recovery.Found) -> Settings:
     if held and not settings.capacity_is_set:
         settings = settings.for_store(held)
         log.info("setting capacity = %s (not set: the store keeps its size)", format_size(held))
+    elif found.grown_over_bytes == settings.capacity_bytes < held:
+        # Whoever grew it live may be asleep when the machine starts its services again.
+        log.warning(
+            "capacity is set to %s, which the store was grown beyond while it was in use: it"
+            " keeps its %s; set that, or nothing",
+            format_size(settings.capacity_bytes),
+            format_size(held),
+        )
+        settings = settings.for_grown_store(held)
     elif found.store is recovery.StoreState.PRESENT and settings.capacity_bytes > held:
         log.info(
             "the store grows from %s to %s", format_size(held), format_size(settings.capacity_bytes)
@@ -314,14 +323,16 @@ class Server:
         if state.upstream is not None:
             state.upstream.close()
         state.end_readers()
+        self.service.growing.stop()
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
         recorded = state.end_clerk(max(0.1, deadline - time.monotonic()))
-        closed, hangs = False, not (drained and recorded)
+        grown = self.service.growing.ended(max(0.1, deadline - time.monotonic()))
+        closed, hangs = False, not (drained and recorded and grown)
         # Not looked at again on a disk that hangs.
-        lost = self._lost() if drained and recorded else bool(state.files.gone)
+        lost = self._lost() if not hangs else bool(state.files.gone)
         if not drained:
             log.error("the disk did not take all committed chunks in time; giving them up")
-        elif recorded:
+        elif recorded and grown:
             try:
                 state.disk.close(max(1.0, deadline - time.monotonic()))
                 closed = True

@@ -61,6 +61,7 @@ class Found:
         capacity_bytes: of the store, 0 if it cannot be told.
         replaced: id of the binding that a rebind stamped over, until the manifest followed.
         unsound: what of a present store a start mends before it uses it.
+        grown_over_bytes: the capacity setting that a growth of a live server overtook, or 0.
     """
 
     snapshot: ManifestSnapshot | None
@@ -73,6 +74,7 @@ class Found:
     capacity_bytes: int = 0
     replaced: str = ""
     unsound: str = ""
+    grown_over_bytes: int = 0
 
     @property
     def held(self) -> Binding | None:
@@ -183,6 +185,7 @@ def look_at_store(
         capacity_bytes=found.capacity_bytes,
         replaced=found.replaced,
         unsound="" if lost_power else unsound,
+        grown_over_bytes=found.grown_over_bytes,
     )
 
 

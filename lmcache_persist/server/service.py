@@ -17,6 +17,7 @@ from lmcache_persist.server.health import Probe, Problem, liveness, readiness
 from lmcache_persist.server.listing import objects_page
 from lmcache_persist.server.live_backup import LiveBackup
 from lmcache_persist.server.live_check import LiveCheck
+from lmcache_persist.server.live_grow import LiveGrow
 from lmcache_persist.server.live_prune import LivePrune
 from lmcache_persist.server.lookups import Lookups
 from lmcache_persist.server.refusals import Refusals
@@ -72,6 +73,7 @@ class Service:
             state, self.sessions, self.registry, self.lookups, self._stores, self._probe
         )
         self._prune = LivePrune(state)
+        self.growing = LiveGrow(state)
         self._backup = LiveBackup(state)
         self._converger: Converger | None = None
         self._handlers: dict[type, Callable[[Session, Any, Answer], None]] = {
@@ -89,6 +91,7 @@ class Service:
             protocol.AdminObjects: self._objects,
             protocol.AdminVerify: lambda s, m, answer: self._check.verify(m, answer),
             protocol.AdminPrune: lambda s, m, answer: self._prune.prune(m, answer),
+            protocol.AdminGrow: lambda s, m, answer: self.growing.grow(m, answer),
             protocol.AdminBackup: lambda s, m, answer: self._backup.store(m, answer),
             protocol.AdminManifest: lambda s, m, answer: self._backup.manifest(m, answer),
             protocol.Bye: self._bye,

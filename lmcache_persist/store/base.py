@@ -16,7 +16,7 @@ What a tier promises:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lmcache_persist.binding import Binding
@@ -377,6 +377,49 @@ class DiskTier(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """What is in the tier, in time independent of the number of chunks. Threads: any."""
+
+    @abstractmethod
+    def allocate(self, capacity_bytes: int, on_piece: Callable[[int], None]) -> None:
+        """Take the room that :meth:`grow` needs, while the tier is in use.
+
+        Args:
+            capacity_bytes: more than the tier has, a multiple of 4096.
+            on_piece: told now and then how many bytes were taken; may raise to end it.
+
+        Durable: the room, on return, but not the capacity. Threads: any, one at a time.
+
+        Raises:
+            DiskTooSmall: there is no such room; says both numbers. All is as it was.
+            StoreIOError: the disk failed; all is as it was.
+        """
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Undo :meth:`allocate`; after a growth it has no effect. Threads: any, but no growth."""
+
+    @abstractmethod
+    def grow(self, capacity_bytes: int, *, over_bytes: int = 0) -> None:
+        """Take the new capacity into use, after :meth:`allocate`; the same again is allowed.
+
+        Args:
+            capacity_bytes: as there.
+            over_bytes: a setting that this overtakes, noted with it: a start that still has
+                it is not refused. 0 for none.
+
+        Durable: the capacity, on return. Threads: writer only; reads wait a bounded while.
+
+        Raises:
+            ConfigError: the capacity is less than the tier's, or none.
+            StoreBusy: reads or writes in progress take too long; nothing was changed.
+            StoreIOError: the disk failed; ``capacity_bytes`` says which capacity is in use.
+        """
+
+    @abstractmethod
+    def reads_end(self, timeout_s: float) -> bool:
+        """Wait until all reads in progress now have ended; False if one does not.
+
+        Threads: any.
+        """
 
     @abstractmethod
     def close(self, timeout_s: float = READERS_GONE_S) -> None:

@@ -92,6 +92,25 @@ class PageBudget:
         return max(EXTENT_PAGES, self.low // 4)
 
 
+def grown(budget: PageBudget, capacity_bytes: int) -> PageBudget:
+    """The budget of a tier that is to have more room.
+
+    Raises:
+        ConfigError: it is less, or no capacity.
+    """
+    held_bytes = budget.total * budget.page_bytes
+    if capacity_bytes < held_bytes:
+        raise ConfigError(
+            f"capacity is {exact_size(capacity_bytes)}, but the store has"
+            f" {exact_size(held_bytes)}; one that is in use only grows",
+            hint="to make it smaller, stop the server, then: lmcache-persist resize; to use"
+            " less of it: lmcache-persist prune --down-to",
+            found=capacity_bytes,
+            minimum=held_bytes,
+        )
+    return PageBudget.of(capacity_bytes, budget.page_bytes)
+
+
 def value_pages(nbytes: int, page_bytes: int = LMDB_PAGE_BYTES) -> int:
     """Overflow pages of a value; 0 if it lies within a leaf. Source: LMDB's me_nodemax."""
     node_max = ((page_bytes - _PAGE_HEADER_BYTES) // 2 & -2) - 2

@@ -10,6 +10,8 @@ import errno
 import os
 import shutil
 import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,9 @@ LESS_CAPACITY = "lower --capacity, or free space"
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
+
+_PIECE_BYTES = 128 << 20
+"""Bytes allocated at once in a file that is in use."""
 
 _KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -184,30 +189,88 @@ def preallocate(path: Path, length_bytes: int) -> None:
         DiskTooSmall: no room; says both numbers.
         StoreIOError: any other error.
     """
+    with _opened(path) as fd:
+        _allocate(path, fd, [(0, length_bytes)], os.fstat(fd).st_size, lambda done: None)
+
+
+def extend(path: Path, held_bytes: int, length_bytes: int, on_piece: Callable[[int], None]) -> None:
+    """As :func:`preallocate`, for a file of which the first ``held_bytes`` are mapped.
+
+    Those are left alone: where the file system cannot allocate, the C library reads and
+    writes back a byte of each block, which must not meet a write through the map. One piece
+    at a time, because a fault in the map waits for the piece that is being allocated.
+
+    Args:
+        path: the file.
+        held_bytes: in use; what is behind them, of an earlier try, is cut off on a failure.
+        length_bytes: to be had in the end.
+        on_piece: told the bytes allocated so far; what it raises ends it like a full disk.
+
+    Durable: the file's blocks, length and name, on return.
+
+    Raises:
+        DiskTooSmall, StoreIOError: as :func:`preallocate`.
+    """
+    starts = range(held_bytes, length_bytes, _PIECE_BYTES)
+    pieces = [(start, min(_PIECE_BYTES, length_bytes - start)) for start in starts]
+    with _opened(path) as fd:
+        _allocate(path, fd, pieces, held_bytes, on_piece)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The file's descriptor; what the operating system says within is about extending it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise StoreIOError(f"data file {path} cannot be opened: {error.strerror}") from error
     try:
-        before = os.fstat(fd).st_size
-        try:
-            os.posix_fallocate(fd, 0, length_bytes)
-        except OSError as error:
-            allocated = os.fstat(fd).st_blocks * 512
-            if os.fstat(fd).st_size > before:
-                os.ftruncate(fd, before)
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            stats = os.fstatvfs(fd)
-            raise too_small(
-                path.parent, length_bytes - min(before, allocated), stats.f_bavail * stats.f_frsize
-            ) from error
-        os.fsync(fd)
+        yield fd
     except OSError as error:
         raise StoreIOError(f"data file {path} cannot be extended: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def _allocate(
+    path: Path,
+    fd: int,
+    pieces: Sequence[tuple[int, int]],
+    before: int,
+    on_piece: Callable[[int], None],
+) -> None:
+    """Allocate pieces (start, length), then sync; or cut the file back to ``before``."""
+    length_bytes = sum(pieces[-1]) if pieces else before
+    done = 0
+    try:
+        for start, nbytes in pieces:
+            os.posix_fallocate(fd, start, nbytes)
+            done += nbytes
+            on_piece(done)
+    except BaseException as error:
+        allocated = os.fstat(fd).st_blocks * 512
+        if os.fstat(fd).st_size > before:
+            os.ftruncate(fd, before)
+        code = error.errno if isinstance(error, OSError) else None
+        if code not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        stats = os.fstatvfs(fd)
+        raise too_small(
+            path.parent, length_bytes - min(before, allocated), stats.f_bavail * stats.f_frsize
+        ) from error
+    os.fsync(fd)
     sync_directory(path.parent)
+
+
+def cut_back(path: Path, length_bytes: int) -> None:
+    """Give back what a file has beyond ``length_bytes``, of which nothing may be mapped.
+
+    Raises:
+        StoreIOError: as said.
+    """
+    with _opened(path) as fd:
+        if os.fstat(fd).st_size > length_bytes:
+            os.ftruncate(fd, length_bytes)
 
 
 def sync_directory(directory: Path) -> None:

@@ -87,13 +87,29 @@ class ExtentReader:
             self._fd = os.open(directory / DATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StoreIOError(f"{directory / DATA_NAME}: {error.strerror}") from error
+        self._directory = directory
+        self.lose_place()
+        self.locate(txn, meta)
+
+    def lose_place(self) -> None:
+        """Read through the map until :meth:`locate`; nobody may read meanwhile."""
+        self._length = 0
+        self._base: int | None = None
+
+    def locate(self, txn: Any, meta: Any) -> None:
+        """Find out where the map lies, and how long the file is; nobody may read meanwhile.
+
+        Args:
+            txn: a reading transaction with ``buffers=True``.
+            meta: handle of the database ``meta``.
+        """
         self._length = os.fstat(self._fd).st_size
         self._base = self._probe(txn.get(fmt.META_PROBE, db=meta))
         if self._base is None:
             logger.warning(
                 "store %s: the place of values in the file is unknown here, reads go through"
                 " the map (slower when cold)",
-                directory,
+                self._directory,
             )
 
     @property

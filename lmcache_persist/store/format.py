@@ -51,6 +51,7 @@ META_SHUTDOWN = b"shutdown"
 META_MODE = b"mode"
 META_PROBE = b"probe"
 META_UNSETTLED = b"unsettled"
+META_GROWN = b"grown"
 
 PROBE_BYTES = 4096
 """Large enough to get pages of its own, as extents do."""

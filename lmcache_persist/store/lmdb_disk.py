@@ -36,6 +36,7 @@ from lmcache_persist.store.base import (
 from lmcache_persist.store.filesystem import keeps_preallocated_space
 from lmcache_persist.store.findings import Mended
 from lmcache_persist.store.lmdb_errors import mapping_errors
+from lmcache_persist.store.lmdb_grow import GrowsInUse
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_reads import StoreReads
@@ -57,7 +58,7 @@ _SLOW_READ_S = 1.0
 _T = TypeVar("_T")
 
 
-class LmdbDisk(StoreReads, DiskTier):
+class LmdbDisk(StoreReads, GrowsInUse, DiskTier):
     """A disk tier in one LMDB environment. Made by :meth:`open`.
 
     Attributes:
@@ -472,7 +473,8 @@ class LmdbDisk(StoreReads, DiskTier):
                 self._closed = True
                 # Unmapping beneath a read is a SIGSEGV, so this waits, or raises.
                 self._reader.close(timeout_s)
-                self._env.close()
+                if not self._map_lost:
+                    self._env.close()
             if self.relaxed:
                 data_file.clear_unsynced(self.directory)
 

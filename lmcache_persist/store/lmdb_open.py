@@ -54,13 +54,19 @@ class Databases:
 
 @dataclass(frozen=True, slots=True)
 class StoreMeta:
-    """What ``meta`` says of the store; ``replaced`` is the binding a rebind stamped over."""
+    """What ``meta`` says of the store.
+
+    Attributes:
+        replaced: the binding a rebind stamped over.
+        grown_over_bytes: the capacity setting that a growth of a live server overtook, or 0.
+    """
 
     uuid: str
     format_version: int
     stamp: Binding | None
     clean_shutdown: bool
     replaced: str = ""
+    grown_over_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -242,8 +248,10 @@ def read_meta(txn: Any, dbs: Databases) -> StoreMeta:
         clean = txn.get(fmt.META_SHUTDOWN, db=dbs.meta) is not None
         rebind = txn.get(fmt.META_REBIND, db=dbs.meta)
         replaced = str(fmt.decode_meta(rebind)["replaced"]) if rebind is not None else ""
-        return StoreMeta(store["uuid"], version, binding, clean, replaced)
-    except (fmt.FormatError, KeyError, TypeError) as error:
+        grown = txn.get(fmt.META_GROWN, db=dbs.meta)
+        over = int(fmt.decode_meta(grown)["over_bytes"]) if grown is not None else 0
+        return StoreMeta(store["uuid"], version, binding, clean, replaced, over)
+    except (fmt.FormatError, KeyError, TypeError, ValueError) as error:
         raise StoreDamaged(f"the store's own description is damaged: {error}") from error
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import lmdb
 
 from lmcache_persist import failpoints
-from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
+from lmcache_persist.errors import ObjectCorrupt, StoreBusy, StoreDamaged, StoreIOError
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import (
     BAD_RECORD,
+    READERS_GONE_S,
     ChunkKey,
     ChunkRecord,
     FingerprintUsage,
@@ -77,6 +78,7 @@ class StoreReader:
         self._reads: dict[int, None] = {}  # numbers of those in progress
         self._last_read = 0
         self._closed = False
+        self._held_up = False
         self._bad_records = Throttle(logger)
         self._taken: dict[ChunkKey, int] = {}
         self._bad: dict[ChunkKey, int] = {}  # the copies that are meant, by their serials
@@ -91,6 +93,8 @@ class StoreReader:
     def transaction(self) -> Iterator[lmdb.Transaction[memoryview]]:
         """A short reading transaction; closing waits for it."""
         with self._state:
+            if self._held_up:
+                self._wait_until_let_in()
             if self._closed:
                 raise StoreIOError("the store is closed")
             self._last_read += 1
@@ -104,6 +108,50 @@ class StoreReader:
             with self._state:
                 del self._reads[number]
                 self._state.notify_all()
+
+    def _wait_until_let_in(self) -> None:
+        if not self._state.wait_for(lambda: not self._held_up, READERS_GONE_S):
+            raise StoreIOError("the store cannot be read: it is about to grow, and does not end")
+
+    @contextmanager
+    def nobody_reading(self, timeout_s: float) -> Iterator[None]:
+        """Within, no reading transaction is open, and new ones wait: the map may be moved.
+
+        A read that hangs delays nobody: new ones are held up only once all have ended that
+        were in progress before, and no longer than ``timeout_s`` and what is done within.
+
+        Raises:
+            StoreBusy: reads do not end in time; nobody is held up any more.
+        """
+        busy = StoreBusy(
+            f"the store is being read for more than {timeout_s:g} s, by a disk that is slow or"
+            " hangs; nothing was changed",
+            hint="try again",
+        )
+        if not self.older_reads_ended(timeout_s):
+            raise busy
+        with self._state:
+            self._held_up = True
+            ended = self._state.wait_for(lambda: not self._reads, timeout_s)
+        try:
+            if not ended:
+                raise busy
+            yield
+        finally:
+            with self._state:
+                self._held_up = False
+                self._state.notify_all()
+
+    def moved(self, budget: capacity.PageBudget) -> None:
+        """Find one's way in a map that has another place and size; within :meth:`nobody_reading`.
+
+        Raises:
+            StoreIOError: the place is unknown; reads go through the map.
+        """
+        self.budget = budget
+        self._extents.lose_place()
+        with mapping_errors("the store cannot be read"), self._env.begin(buffers=True) as txn:
+            self._extents.locate(txn, self._dbs.meta)
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
         """See :meth:`DiskTier.find`."""

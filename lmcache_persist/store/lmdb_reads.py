@@ -44,6 +44,10 @@ class StoreReads:
         """See :meth:`DiskTier.check_part`."""
         return self._reader.check_part(cursor, budget_s, note=note)
 
+    def reads_end(self, timeout_s: float) -> bool:
+        """See :meth:`DiskTier.reads_end`."""
+        return self._reader.older_reads_ended(timeout_s)
+
     def usage(self) -> Usage:
         """See :meth:`DiskTier.usage`."""
         return self._reader.usage()

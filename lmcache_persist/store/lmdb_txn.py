@@ -256,6 +256,12 @@ class StoreTxn:
             self._totals[key] = totals
         return totals
 
+    def note_grown(self, over_bytes: int) -> None:
+        """Note the setting that a growth overtakes; 0: there is none, or it is noted already."""
+        if over_bytes:
+            value = fmt.encode_meta({"over_bytes": over_bytes})
+            self._txn.put(fmt.META_GROWN, value, db=self._dbs.meta)
+
     def finish(self) -> None:
         """Write totals and counters; to be called last."""
         for key, totals in self._totals.items():

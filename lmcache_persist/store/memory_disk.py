@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lmcache_persist import failpoints
 from lmcache_persist.binding import Binding
@@ -376,6 +376,22 @@ class MemoryDisk(DiskTier):
                 stale_bytes=sum(one.objects.table.nbytes for one in stale),
                 by_fingerprint=by_fingerprint,
             )
+
+    def allocate(self, capacity_bytes: int, on_piece: Callable[[int], None]) -> None:
+        """See :meth:`DiskTier.allocate`: memory is taken when it is used."""
+
+    def give_back(self) -> None:
+        """See :meth:`DiskTier.give_back`."""
+
+    def grow(self, capacity_bytes: int, *, over_bytes: int = 0) -> None:
+        """See :meth:`DiskTier.grow`."""
+        with self._lock:
+            self._budget = capacity.grown(self._budget, capacity_bytes)
+            self.capacity_bytes = capacity_bytes
+
+    def reads_end(self, timeout_s: float) -> bool:
+        """See :meth:`DiskTier.reads_end`: none takes long."""
+        return True
 
     def close(self, timeout_s: float = READERS_GONE_S) -> None:
         """See :meth:`DiskTier.close`."""

@@ -59,6 +59,7 @@ class StorePeek:
         size_bytes: length of the data file.
         replaced: id of the binding that a rebind stamped over, until the manifest followed.
         unsound: what must be mended before anything can be written: counters, totals.
+        grown_over_bytes: the capacity setting that a growth of a live server overtook, or 0.
     """
 
     uuid: str
@@ -70,6 +71,7 @@ class StorePeek:
     size_bytes: int
     replaced: str = ""
     unsound: str = ""
+    grown_over_bytes: int = 0
 
 
 def peek(directory: Path) -> StorePeek | None:
@@ -95,6 +97,7 @@ def peek(directory: Path) -> StorePeek | None:
             size_bytes=path.stat().st_size,
             replaced=meta.replaced,
             unsound=_unsound(txn, dbs, env.info()["map_size"]),
+            grown_over_bytes=meta.grown_over_bytes,
         )
 
 

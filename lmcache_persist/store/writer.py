@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lmcache_persist.errors import StoreDamaged, StoreError, StoreFull
+from lmcache_persist.errors import StoreBusy, StoreDamaged, StoreError, StoreFull
 from lmcache_persist.store.base import (
     MAX_PENDING_TOUCHES,
     ChunkKey,
@@ -217,7 +217,7 @@ class Writer:
         def action() -> None:
             try:
                 task.future.set_result(task.action())
-            except StoreFull as error:
+            except (StoreFull, StoreBusy) as error:
                 task.future.set_exception(error)  # says nothing about the disk
             except BaseException as error:
                 task.future.set_exception(error)

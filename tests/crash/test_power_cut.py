@@ -22,7 +22,7 @@ from lmcache_persist.store.offline import OfflineStore
 from support import mounts
 from support.load import CHUNK, Ledger, Worker, judge, running
 from support.results import SOAKING, kept_on_failure
-from support.server import ServerProcess, inspect
+from support.server import ServerProcess, cli_here, inspect
 
 MakeServer = Callable[..., ServerProcess]
 CUTS = 20 if SOAKING else 3
@@ -129,6 +129,26 @@ def test_a_cut_right_after_the_bind(make_server: MakeServer, image: Path, seed: 
         with OfflineStore.open(data_dir / "store") as store:
             assert store.meta.stamp == outcome.binding
         assert [str(violation) for violation in check(data_dir)] == []
+
+
+def test_a_cut_right_after_a_growth(make_server: MakeServer, image: Path, seed: int) -> None:
+    """A growth that was answered is on the disk, with all of its blocks, and nothing is lost."""
+    root, ledger = image.parent, Ledger()
+    with server_on(make_server, image) as server:
+        binding = bind(server, ledger, seed)
+        assert cli_here("resize", str(server.data_dir), "--capacity", "96MiB")[0] == 0
+        left = cut(server, image)
+        server.kill()
+    os.replace(left, image)
+    with mounts.image_mounted(image, root / "disk"):
+        data_dir = root / "disk" / "d"
+        assert read_snapshot(data_dir / "manifest.sqlite").binding == binding
+        stat = (data_dir / "store" / "data.mdb").stat()
+        assert stat.st_size == 96 << 20
+        assert stat.st_blocks * 512 >= 96 << 20
+        judge(data_dir, ledger)
+        with OfflineStore.open(data_dir / "store") as store:
+            assert store.usage().capacity_bytes == 96 << 20
 
 
 def test_without_syncs_the_loss_is_seen(make_server: MakeServer, image: Path, seed: int) -> None:

@@ -57,6 +57,7 @@ def requests() -> dict[str, protocol.Request]:
         protocol.AdminObjects(**HEAD, after=b"k" * 64, limit=10, model="m"),
         protocol.AdminVerify(**HEAD, cursor=b"c" + b"k" * 64, repair=True),
         protocol.AdminPrune(**HEAD, fingerprints=["f" * 64], dry_run=True, cursor=b"k" * 64),
+        protocol.AdminGrow(**HEAD, capacity_bytes=1 << 40, growth=1),
         protocol.AdminBackup(**HEAD, cursor=b"k" * 64),
         protocol.AdminManifest(**HEAD, offset=4096),
         protocol.Bye(**HEAD),

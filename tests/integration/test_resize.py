@@ -183,10 +183,10 @@ def test_what_cannot_be_done_is_refused(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_serve_and_resize_agree(server: ServerProcess) -> None:
-    """A running server is to be stopped; a start grows what it is told to, and never shrinks."""
+    """Who shrinks stops the server; a start grows what it is told to, and never shrinks."""
     code, _, err = cli_here("resize", str(server.data_dir), "--capacity", "32MiB")
-    assert code == 5
-    assert "stop that one" in err
+    assert code == 2
+    assert "stop that server" in err
     server.terminate()
     document: dict[str, Any] = json_here("resize", str(server.data_dir), "--capacity", "32MiB")
     assert document["capacity_before_bytes"] == 64 * MIB

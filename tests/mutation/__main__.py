@@ -24,6 +24,7 @@ from mutation import (
     client,
     connector_vllm,
     crashes,
+    growth,
     hostile,
     hybrid,
     identity,
@@ -36,6 +37,7 @@ from mutation.catalog import Mutation
 MUTATIONS = (
     *catalog.MUTATIONS,
     *crashes.MUTATIONS,
+    *growth.MUTATIONS,
     *hostile.MUTATIONS,
     *client.MUTATIONS,
     *connector_vllm.MUTATIONS,

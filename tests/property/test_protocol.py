@@ -96,6 +96,7 @@ REQUESTS = {
         "cursor": st.binary(max_size=128),
         "counted_bytes": count,
     },
+    protocol.AdminGrow: {**head, "capacity_bytes": count, "growth": count},
     protocol.AdminBackup: {**head, "cursor": st.binary(max_size=128)},
     protocol.AdminManifest: {**head, "offset": count},
     protocol.Bye: head,
