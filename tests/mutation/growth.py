@@ -83,6 +83,13 @@ MUTATIONS = (
         (f"{GROW}test_a_map_that_is_lost_is_errors_and_no_signal",),
     ),
     Mutation(
+        "the-collector-unmaps-it",
+        _STORE + "lmdb_grow.py",
+        "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))\n",
+        "        ctypes.py_object(env)\n",
+        (f"{GROW}test_a_map_that_is_lost_is_errors_and_no_signal",),
+    ),
+    Mutation(
         "keeps-the-room-of-a-growth-that-failed",
         _LIVE,
         "            disk.give_back()\n",
