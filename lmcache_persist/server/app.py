@@ -317,13 +317,13 @@ class Server:
         state, deadline = self.state, time.monotonic() + self._settings.shutdown_timeout_s
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # it stops already, and that takes bounded time
+        self.service.growing.stop()
         self.loop.close()
         if self._http is not None:
             self._http.close()
         if state.upstream is not None:
             state.upstream.close()
         state.end_readers()
-        self.service.growing.stop()
         drained = state.writer.close(max(0.1, deadline - time.monotonic()))
         recorded = state.end_clerk(max(0.1, deadline - time.monotonic()))
         grown = self.service.growing.ended(max(0.1, deadline - time.monotonic()))

@@ -24,6 +24,7 @@ from support.forked import dies_at
 from support.load import Ledger, judge, running
 from support.results import SOAKING, kept_on_failure
 from support.server import ServerProcess, cli_here
+from support.waiting import wait_until
 
 MIB = 1 << 20
 BEFORE, AFTER = 64 * MIB, 96 * MIB
@@ -111,6 +112,8 @@ def test_a_stop_while_it_allocates(make_server: Callable[..., ServerProcess], ro
     assert size_of(server.data_dir) == AFTER
     assert server.process is not None
     server.process.terminate()
+    socket = server.data_dir / "server.sock"
+    wait_until(lambda: not socket.exists(), "it stops")
     until.touch()
     assert server.wait() == 0
     assert size_of(server.data_dir) == BEFORE
