@@ -337,7 +337,8 @@ from lmcache_persist import filesystems
 from lmcache_persist.cli import main
 real = filesystems.file_system_of
 def stub(path):
-    return filesystems.FileSystem("nfs4", "/srv", False)
+    pool = path.name.endswith(".shm")
+    return real(path) if pool else filesystems.FileSystem("nfs4", "/srv", False)
 filesystems.file_system_of = stub
 sys.argv = ["lmcache-persist", *sys.argv[1:]]
 sys.exit(main())
