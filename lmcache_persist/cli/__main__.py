@@ -2,6 +2,6 @@
 
 import sys
 
-from lmcache_persist.cli.app import main
+from lmcache_persist.cli import main
 
 sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from lmcache_persist.cli import interrupt
 from lmcache_persist.errors import (
     BindingError,
     ConfigError,
@@ -33,7 +34,7 @@ class ExitCode(IntEnum):
     """The data dir cannot be used or read as it is, or somebody else holds it."""
     FAILED = 6
     """Something broke while the verb ran: disk, manifest, protocol, output."""
-    INTERRUPTED = 130
+    INTERRUPTED = interrupt.INTERRUPTED
     """Ctrl-C."""
     BROKEN_PIPE = 141
     """The reader of stdout went away; what the verb found is not told by this."""

@@ -17,6 +17,7 @@ import typer
 
 from lmcache_persist.cli import terminal
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
+from lmcache_persist.cli.interrupt import unwinding
 from lmcache_persist.errors import ConfigError, OutputFailed, PersistError
 from lmcache_persist.posix import discard_output
 from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
@@ -202,7 +203,8 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            code = int(verb(*args, **kwargs))
+            with unwinding():
+                code = int(verb(*args, **kwargs))
         except PersistError as error:
             add_help_hint(error, verb.__name__.rstrip("_"))
             code = refused(error, as_json=bool(kwargs.get("json_output")))
