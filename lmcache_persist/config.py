@@ -21,6 +21,7 @@ from lmcache_persist import units
 from lmcache_persist.config_sources import (
     CONFIG_NAME,
     Given,
+    nearest,
     read_environment,
     read_file,
     read_flags,
@@ -90,7 +91,8 @@ def _seconds(text: str) -> float:
 def _choice(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:
-            raise ConfigError(f"is {text!r}, expected {' or '.join(words)}")
+            expected = ", ".join(words[:-1]) + f" or {words[-1]}"
+            raise ConfigError(f"is {text!r}, expected {expected}", hint=nearest(text, words))
         return text
 
     return parse

@@ -36,13 +36,18 @@ def unknown_name(what: str, name: str, valid: Sequence[str], where: str = "") ->
 
 def suggestion(name: str, valid: Sequence[str]) -> str:
     """What to say to a name that is none: the nearest valid one, or all if none is near."""
-    folded = {one.casefold(): one for one in valid}  # a name in the wrong case is near
-    typed = name.casefold()
-    nearest = difflib.get_close_matches(typed, folded, n=1)
+    return nearest(name, valid) or f"there are: {', '.join(valid)}"
+
+
+def nearest(word: str, valid: Sequence[str]) -> str | None:
+    """The question for the nearest valid word, None if none is near."""
+    folded = {one.casefold(): one for one in valid}  # a word in the wrong case is near
+    typed = word.casefold()
+    close = difflib.get_close_matches(typed, folded, n=1)
     begun = [one for one in folded if len(typed) > 2 and one.startswith(typed)]
-    if not nearest and len(begun) == 1:
-        nearest = begun
-    return f"did you mean {folded[nearest[0]]}?" if nearest else f"there are: {', '.join(valid)}"
+    if not close and len(begun) == 1:
+        close = begun
+    return f"did you mean {folded[close[0]]}?" if close else None
 
 
 def read_flags(flags: Mapping[str, str | bool | None], names: Sequence[str]) -> Given:

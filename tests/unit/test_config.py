@@ -170,6 +170,23 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: str, expected
     assert expected in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("log_level", "warn", "warning"),
+        ("log_level", "INFO", "info"),
+        ("log_format", "JSON", "json"),
+        ("durability", "synch", "sync"),
+        ("log_level", "loud", None),
+    ],
+)
+def test_a_word_that_is_nearly_valid_is_asked_back(
+    name: str, value: str, meant: str | None
+) -> None:
+    """As with names: the nearest one; without one, what is expected says it all."""
+    assert refusal(**{name: value}).hint == (f"did you mean {meant}?" if meant else None)
+
+
 def test_a_size_above_the_maximum_is_refused() -> None:
     """Base and fixed chunk size must be within max_chunk_size."""
     assert "max_chunk_size" in refusal(chunk_size="16385").message
