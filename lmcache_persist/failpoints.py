@@ -48,6 +48,7 @@ NAMES: dict[str, str] = {
     "reset.after_mark": "the data dir is marked as being reset, all is still there",
     "reset.after_manifest": "the manifest is removed, the store is still there",
     "reset.after_store": "the store is removed, the mark is still there",
+    "salvage.before_removal": "the good chunks set aside are copied, their old store is there",
     "load.before_read": "an object is about to be read from disk",
     "resize.after_preallocate": "the data file is longer, the store has the old capacity still",
     "resize.before_rename": "the smaller store is complete under a hidden name",

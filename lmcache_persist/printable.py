@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 
 def plain(text: object) -> str:
     """``text`` with everything that is no printable character written as an escape.
@@ -14,6 +16,11 @@ def plain(text: object) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
     )
+
+
+def command(*words: object) -> str:
+    """A command of this program, quoted so that it can be given to a shell as it is shown."""
+    return shlex.join(["lmcache-persist", *(str(word) for word in words)])
 
 
 def short(text: object, limit: int) -> str:

@@ -14,6 +14,7 @@ from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import DataDirUnusable, FormatTooNew
 from lmcache_persist.identity import canonical_json
 from lmcache_persist.posix import sync_folder
+from lmcache_persist.printable import command
 from lmcache_persist.store.data_file import DATA_NAME
 
 NAME = "backup.json"
@@ -60,16 +61,21 @@ def _digest(document: dict[str, Any]) -> str:
     return blake3(canonical_json(document).encode()).hexdigest()
 
 
+def is_backup(folder: Path) -> bool:
+    """Whether a folder says that it is one, whole or not."""
+    return os.path.lexists(folder / NAME)
+
+
 def refuse_to_change(folder: Path) -> None:
     """For whoever changes a data dir: a backup stays as it was made.
 
     Raises:
         DataDirUnusable: the folder is a backup.
     """
-    if os.path.lexists(folder / NAME):
+    if is_backup(folder):
         raise DataDirUnusable(
             f"{folder} is a backup, expected a server's data dir",
-            hint=f"make a data dir of it with: lmcache-persist restore {folder} DIR",
+            hint=f"make a data dir of it with: {command('restore', folder, 'DIR')}",
         )
 
 

@@ -28,6 +28,8 @@ from lmcache_persist.errors import (
     StoreMismatch,
 )
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, read_snapshot
+from lmcache_persist.printable import command
+from lmcache_persist.server.backup_file import is_backup
 from lmcache_persist.store import data_file, lmdb_disk
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import repairing, structure_problem, verify_pages
@@ -261,11 +263,12 @@ def refuse_if_damaged(found: Found, paths: DataDir) -> None:
 
 def damaged(paths: DataDir, why: str) -> StoreDamaged:
     """The one refusal of a store that is there and must not be mapped."""
-    return StoreDamaged(
-        f"the store in {paths.store} is damaged: {why}",
-        hint=f"to keep it aside and have an empty one in its place: lmcache-persist verify"
-        f" {paths.root} --repair; a start does so, too",
-    )
+    if is_backup(paths.root):
+        hint = "nothing in it can be restored, and a backup is never mended: use another one"
+    else:
+        hint = "to keep it aside and have an empty one in its place (a start does so, too):"
+        hint += f" {command('verify', paths.root, '--repair')}"
+    return StoreDamaged(f"the store in {paths.store} is damaged: {why}", hint=hint)
 
 
 def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:
@@ -278,7 +281,7 @@ def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:
         if found.has_objects:
             raise StoreMismatch(
                 "the store has objects and no stamp, so nothing says what they are",
-                hint=f"start empty with: lmcache-persist reset {data_dir}",
+                hint=f"start empty with: {command('reset', data_dir)}",
             )
         return
     if found.stamp.binding_id != binding.binding_id:
@@ -295,7 +298,7 @@ def _decide_unbound(found: Found, data_dir: Path) -> Decision:
     if found.store is StoreState.DAMAGED and not found.uuid:
         raise StoreMismatch(
             f"{what}, and the store beside it is damaged ({found.damage})",
-            hint=f"put the manifest back, or start afresh with: lmcache-persist reset {data_dir}",
+            hint=f"put the manifest back, or start afresh with: {command('reset', data_dir)}",
         )
     if found.stamp is not None or found.has_objects:
         size = f", chunk size {found.stamp.chunk_size}" if found.stamp else ""
@@ -313,16 +316,16 @@ def _decide_unbound(found: Found, data_dir: Path) -> Decision:
 def _other_one(data_dir: Path) -> str:
     return (
         "put back the store or the manifest that belongs to the other one; or start afresh with:"
-        f" lmcache-persist reset {data_dir}"
+        f" {command('reset', data_dir)}"
     )
 
 
 def _rebuild(found: Found, data_dir: Path) -> str:
     if found.stamp is None:
-        return f"put the manifest back, or start afresh with: lmcache-persist reset {data_dir}"
+        return f"put the manifest back, or start afresh with: {command('reset', data_dir)}"
     return (
-        "rebuild the manifest from the store's stamp with: lmcache-persist recover"
-        f" {data_dir}; or start afresh with: lmcache-persist reset {data_dir}"
+        "rebuild the manifest from the store's stamp with:"
+        f" {command('recover', data_dir)}; or start afresh with: {command('reset', data_dir)}"
     )
 
 
@@ -332,8 +335,8 @@ def _check_settings(binding: Binding, settings: Settings) -> None:
             f"{settings.where('chunk_size')} is {settings.chunk_size}, but this data dir is bound"
             f" to {binding.chunk_size} since {binding.bound_at}",
             hint=f"set it to {binding.chunk_size} or auto there, use another --data-dir, or give up"
-            f" what is stored with: lmcache-persist rebind {settings.data_dir} --chunk-size"
-            f" {settings.chunk_size}",
+            " what is stored with: "
+            + command("rebind", settings.data_dir, "--chunk-size", settings.chunk_size),
             found=binding.chunk_size,
             expected=settings.chunk_size,
         )
@@ -393,7 +396,7 @@ def carry_out(
         disk = _open(decision, paths, settings)
     except StoreDamaged as error:
         if decision.binding is None:
-            error.hint = f"start afresh with: lmcache-persist reset {settings.data_dir}"
+            error.hint = f"start afresh with: {command('reset', settings.data_dir)}"
             raise
         # What a start looks at was well, and what opening for writing needs was not.
         log.warning(
@@ -435,11 +438,10 @@ def _mend(paths: DataDir, why: str) -> None:
 
 def _set_aside(paths: DataDir) -> None:
     log.warning(
-        "the damaged store is now %s; to have what is good in it back, stop the server, move it"
-        " to %s again, and run: lmcache-persist verify %s --repair",
+        "the damaged store is now %s; to take back what can still be read in it, stop the server"
+        " and run: %s",
         data_file.set_aside(paths.store),
-        paths.store,
-        paths.root,
+        command("recover", paths.root, "--set-aside"),
     )
 
 

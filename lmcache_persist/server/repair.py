@@ -34,6 +34,7 @@ from lmcache_persist.server.offline import (
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.capacity import MIN_CAPACITY_BYTES
 from lmcache_persist.store.check import Progress
+from lmcache_persist.store.data_file import clear_unsynced
 from lmcache_persist.store.findings import Mended, Violation
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.lmdb_open import StoreMeta
@@ -123,6 +124,8 @@ def _mend_store(paths: DataDir, snapshot: ManifestSnapshot, progress: Progress) 
     with store_files.repairing(paths.store, unwanted=misfits(snapshot), progress=progress) as work:
         for mended in work.run():
             yield replace(mended, violation=in_store(mended.violation))
+    # Every page was walked, every digest looked at: a start need not mistrust it any more.
+    clear_unsynced(paths.store)
 
 
 def _replace_store(paths: DataDir, snapshot: ManifestSnapshot, damage: str) -> Iterator[Mended]:

@@ -149,7 +149,7 @@ def _cannot(paths: DataDir, error: OSError) -> DataDirUnusable:
 
 
 def _store_folders(paths: DataDir) -> list[Path]:
-    aside = paths.store.with_name(paths.store.name + data_file.DAMAGED_SUFFIX)
+    aside = data_file.aside_of(paths.store)
     return [folder for folder in (paths.store, aside) if folder.is_dir()]
 
 

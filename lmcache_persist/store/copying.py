@@ -23,7 +23,7 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.errors import ObjectCorrupt, StoreFull, StoreIOError
 from lmcache_persist.store import capacity, data_file, lmdb_open
 from lmcache_persist.store import format as fmt
-from lmcache_persist.store.base import ChunkRecord, ChunkWrite, Place, fingerprint_of
+from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite, Place, fingerprint_of
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_txn import StoreTxn
 from lmcache_persist.store.offline import OfflineStore
@@ -77,21 +77,31 @@ class StoreCopy:
     """A new store that is being filled; made by :meth:`make`.
 
     Attributes:
-        copied: what is in it.
+        copied: what was copied into it.
+        binding_id: what chunks are written under.
+        page_bytes: LMDB's.
+        room_pages: that there were at the beginning below the low mark.
     """
 
-    def __init__(self, directory: Path, env: lmdb.Environment, binding_id: str) -> None:
+    def __init__(self, directory: Path, env: lmdb.Environment, binding_id: str | None) -> None:
         self.copied = Tally()
         self._directory = directory
         self._env = env
         self._dbs = lmdb_open.open_databases(env, create=False)
-        self._binding_id = binding_id
         self._batch: list[tuple[ChunkRecord, Mapping[Place, bytes | memoryview]]] = []
         self._batch_bytes = 0
         with env.begin() as txn:
             self._budget = capacity.PageBudget.of(
                 env.info()["map_size"], txn.stat(self._dbs.main)["psize"]
             )
+            if binding_id is None:
+                stamp = lmdb_open.read_meta(txn, self._dbs).stamp
+                binding_id = stamp.binding_id if stamp else fmt.NO_BINDING
+            self.binding_id = binding_id
+            self.room_pages = self._budget.low - lmdb_open.live_pages(txn, self._dbs)
+            # Places in the order are behind those that are taken.
+            self._first_order = lmdb_open.read_counters(txn, self._dbs).order
+        self.page_bytes = self._budget.page_bytes
 
     @classmethod
     def make(cls, directory: Path, capacity_bytes: int, uuid: str, binding: Binding | None) -> Self:
@@ -121,6 +131,32 @@ class StoreCopy:
             raise
         return copy
 
+    @classmethod
+    def into(cls, directory: Path, capacity_bytes: int) -> Self:
+        """A store that is there already, and gets more; what is written is durable.
+
+        What is added counts as used after all that it has.
+
+        Args:
+            directory: of a store in nobody's use, under the lock of its data dir.
+            capacity_bytes: the store's.
+
+        Raises:
+            DiskTooSmall, StoreDamaged, StoreIOError: it cannot be opened for writing.
+        """
+        lmdb_open.prepare(directory, capacity_bytes)
+        env = lmdb_open.open_environment(directory, capacity_bytes, sync=True)
+        try:
+            return cls(directory, env, None)
+        except BaseException:
+            env.close()
+            raise
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether a chunk is in it."""
+        with mapping_errors("the store cannot be read"), self._env.begin() as txn:
+            return txn.get(key, db=self._dbs.chunks) is not None
+
     def _stamp(self, binding: Binding) -> None:
         with mapping_errors("the new store cannot be stamped"):
             with self._env.begin(write=True) as txn:
@@ -148,7 +184,7 @@ class StoreCopy:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         with mapping_errors("the new store cannot be written"):
             with self._env.begin(write=True) as txn:
-                changes = StoreTxn(txn, self._dbs, self._binding_id)
+                changes = StoreTxn(txn, self._dbs, self.binding_id)
                 for record, contents in batch:
                     self._put(changes, record, contents)
                 changes.finish()
@@ -167,14 +203,15 @@ class StoreCopy:
                 f"the store in {self._directory} has no room for all chunks",
                 hint="give it a larger capacity",
             )
-        changes.put(ChunkWrite(record.key, contents), record.order, like=record)
+        order = self._first_order + record.order
+        changes.put(ChunkWrite(record.key, contents), order, like=record)
         made = changes.record(record.key)
         if made is None or made.objects != record.objects:
             raise ObjectCorrupt(
                 f"chunk {record.key.hex()} is bad: its bytes are not what its record says",
                 key=record.key.hex(),
             )
-        changes.counters.order = max(changes.counters.order, record.order)
+        changes.counters.order = max(changes.counters.order, order)
 
     def finish(self) -> None:
         """Write what is left, mark a clean end, make everything durable, and close.

@@ -23,6 +23,7 @@ from lmcache_persist.errors import (
     StoreIOError,
 )
 from lmcache_persist.posix import sync_folder
+from lmcache_persist.printable import command
 from lmcache_persist.store.capacity import LMDB_PAGE_BYTES, MIN_CAPACITY_BYTES
 from lmcache_persist.units import exact_size, format_size
 
@@ -297,9 +298,8 @@ def check_capacity(path: Path, capacity_bytes: int) -> None:
         raise ConfigError(
             f"capacity is {exact_size(capacity_bytes)}, but the store in {path.parent} has"
             f" {exact_size(held)}; a start does not shrink a store",
-            hint=f"use --capacity {format_size(held)}, or none, or shrink it first with:"
-            f" lmcache-persist resize {path.parent.parent} --capacity"
-            f" {format_size(capacity_bytes)}",
+            hint=f"use --capacity {format_size(held)}, or none, or shrink it first with: "
+            + command("resize", path.parent.parent, "--capacity", format_size(capacity_bytes)),
             found=capacity_bytes,
             minimum=held,
         )
@@ -383,13 +383,18 @@ def exists(directory: Path) -> bool:
     return True
 
 
+def aside_of(directory: Path) -> Path:
+    """Where :func:`set_aside` keeps what was in ``directory``."""
+    return directory.with_name(directory.name + DAMAGED_SUFFIX)
+
+
 def discard_set_aside(directory: Path) -> Path | None:
     """Remove what :func:`set_aside` kept beside ``directory``; None if there is nothing.
 
     Raises:
         StoreIOError: as said.
     """
-    target = directory.with_name(directory.name + DAMAGED_SUFFIX)
+    target = aside_of(directory)
     if not target.exists():
         return None
     try:
@@ -410,7 +415,7 @@ def set_aside(directory: Path) -> Path:
     Raises:
         StoreIOError: as said.
     """
-    target = directory.with_name(directory.name + DAMAGED_SUFFIX)
+    target = aside_of(directory)
     try:
         if target.exists():
             shutil.rmtree(target)

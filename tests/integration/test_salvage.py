@@ -1,0 +1,213 @@
+"""``recover --set-aside``: what can be had of a store that a start has put away, and what not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmcache_persist import failpoints
+from lmcache_persist.store import data_file
+from lmcache_persist.store.lmdb_disk import LmdbDisk
+from support.altering import alter_chunk
+from support.data_dirs import chunk_of, key_of, make, records_of
+from support.files import snapshot
+from support.hints import commands, follow, hint_of
+from support.mutilate import alter
+from support.server import ServerProcess, run_cli
+from support.verbs import in_process, quiet
+
+CHUNKS = 20
+CAPACITY = 64 << 20
+PAGE = 4096
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def data_dir(root: Path) -> Path:
+    """A data dir with some chunks; the store uses a small part of its file."""
+    return make(root / "d", capacity_bytes=CAPACITY, chunks=(CHUNKS,))
+
+
+def used_bytes(store: Path) -> int:
+    """What is used of the data file."""
+    return (data_file.read_meta_page(store / "data.mdb").last_page + 1) * PAGE
+
+
+def power_lost(store: Path) -> None:
+    """As after a power loss with relaxed durability: the note of another boot of the kernel."""
+    (store / data_file.UNSYNCED_NAME).write_text("another boot")
+
+
+def main_root(store: Path) -> int:
+    """Where the root page of the databases' names lies. Source: mdb.c of 0.9, struct MDB_meta."""
+    data = (store / "data.mdb").read_bytes()[: 2 * PAGE]
+    newest = max((0, PAGE), key=lambda at: struct.unpack_from("<Q", data, at + 16 + 128)[0])
+    return int(struct.unpack_from("<Q", data, newest + 16 + 72 + 40)[0]) * PAGE
+
+
+def cut_to(nbytes: Callable[[Path], int]) -> Damage:
+    """A file that was cut, by a copy that stopped for instance."""
+    return lambda store: os.truncate(store / "data.mdb", nbytes(store))
+
+
+def noise_at(at: Callable[[Path], int]) -> Damage:
+    """4 KiB of noise."""
+
+    def damage(store: Path) -> None:
+        place = at(store)
+        with (store / "data.mdb").open("r+b") as file:
+            file.seek(place)
+            file.write(random.Random(1).randbytes(PAGE))
+
+    return damage
+
+
+def power_lost_and_a_bad_chunk(store: Path) -> None:
+    """One chunk never reached the disk as it was meant."""
+    alter_chunk(store.parent, key_of(3))
+    power_lost(store)
+
+
+WAYS: dict[str, tuple[Damage, int | None]] = {
+    "power lost, relaxed": (power_lost, CHUNKS),
+    "power lost, relaxed, one bad": (power_lost_and_a_bad_chunk, CHUNKS - 1),
+    "cut by one byte": (cut_to(lambda store: CAPACITY - 1), CHUNKS),
+    "cut to three quarters": (cut_to(lambda store: CAPACITY * 3 // 4), CHUNKS),
+    "cut to what is used": (cut_to(used_bytes), CHUNKS),
+    "counters gone": (lambda store: alter(store, "lost counters"), CHUNKS),
+    "servers died of it": (lambda store: None, CHUNKS),
+    "everything disagrees": (lambda store: alter(store, "all"), CHUNKS - 2),
+    "cut within what is used": (cut_to(lambda store: used_bytes(store) // 2), None),
+    "cut to nothing": (cut_to(lambda store: 0), None),
+    "noise over a meta page": (noise_at(lambda store: 0), None),
+    "noise over the trees": (noise_at(main_root), None),
+    "description gone": (lambda store: alter(store, "lost description"), None),
+}
+"""What is done to a store, and how many chunks can be had of it; None for none at all."""
+
+
+def put_away(data_dir: Path, damage: Damage) -> None:
+    """Damage the store, and have an empty one in its place, as a start makes it."""
+    damage(data_dir / "store")
+    data_file.set_aside(data_dir / "store")
+    assert quiet("verify", str(data_dir), "--repair")[0] == 0
+    assert quiet("resize", str(data_dir), "--capacity", str(CAPACITY))[0] == 0
+    assert not records_of(data_dir)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_can_be_had_of_a_store_set_aside(data_dir: Path, name: str) -> None:
+    """Every good chunk comes back with its order of use and age, or the error says why none."""
+    damage, expected = WAYS[name]
+    before = records_of(data_dir)
+    put_away(data_dir, damage)
+    code, out, err = quiet("recover", str(data_dir), "--set-aside")
+    aside = data_dir / "store.damaged"
+    if expected is None:
+        assert (code, "nothing can be had from" in err) == (6, True)
+        assert f"rm -r {aside}" in hint_of(err)
+        assert aside.exists()
+        assert not records_of(data_dir)
+    else:
+        assert code == 0, err
+        assert out.startswith(f"taken back: {expected} objects")
+        assert not aside.exists()
+        found = records_of(data_dir)
+        assert len(found) == expected
+        assert all(before[key].objects == record.objects for key, record in found.items())
+        if name.startswith(("power", "cut", "servers")):
+            by_use = sorted(found.values(), key=lambda record: record.order)
+            was = sorted((before[key] for key in found), key=lambda record: record.order)
+            assert [record.key for record in by_use] == [record.key for record in was]
+            assert [record.stored_at for record in by_use] == [record.stored_at for record in was]
+    assert quiet("verify", str(data_dir))[0] == 0
+
+
+def test_a_relaxed_store_comes_back_by_the_line_in_the_log(data_dir: Path) -> None:
+    """Set aside at a start, and taken back with the command of the log, byte for byte."""
+    power_lost(data_dir / "store")
+    with ServerProcess(data_dir, capacity=str(CAPACITY)) as server:
+        assert server.terminate() == 0
+        [line] = [line for line in server.log().splitlines() if "lmcache-persist" in line]
+    assert not records_of(data_dir)
+    assert follow(line)[0] == 0
+    assert len(records_of(data_dir)) == CHUNKS
+    with ServerProcess(data_dir, capacity=str(CAPACITY)):
+        assert in_process("inspect", str(data_dir))[1]["store"]["objects"] == CHUNKS
+
+
+def test_a_repair_before_the_start_keeps_a_relaxed_store(data_dir: Path) -> None:
+    """Every page and digest was looked at: the next start has no reason to put it away."""
+    power_lost(data_dir / "store")
+    assert quiet("verify", str(data_dir), "--repair")[0] == 0
+    with ServerProcess(data_dir, capacity=str(CAPACITY)) as server:
+        assert "set aside" not in server.log()
+    assert len(records_of(data_dir)) == CHUNKS
+
+
+def test_what_the_new_store_has_stays(data_dir: Path) -> None:
+    """Chunks of both stores are there afterwards, each once, and the order has no clash."""
+    put_away(data_dir, power_lost)
+    disk = LmdbDisk.open(data_dir / "store", CAPACITY)
+    disk.write([chunk_of(number, 50_000) for number in (0, 1, 100, 101)])
+    disk.close()
+    code, document = in_process("recover", str(data_dir), "--set-aside")
+    assert code == 0
+    assert (document["taken_objects"], document["held_objects"]) == (CHUNKS - 2, 2)
+    found = records_of(data_dir)
+    assert set(found) == {key_of(number) for number in (*range(CHUNKS), 100, 101)}
+    assert len({record.order for record in found.values()}) == CHUNKS + 2
+    assert quiet("verify", str(data_dir))[0] == 0
+    assert in_process("recover", str(data_dir), "--set-aside") == (
+        0,
+        {"done": ["nothing to do: no store is set aside"]},
+    )
+
+
+def test_killed_in_the_middle_it_is_done_again(data_dir: Path) -> None:
+    """All that was copied is there already, and the store aside goes with the second one."""
+    put_away(data_dir, power_lost)
+    env = {failpoints.ENV: "salvage.before_removal=kill"}
+    assert run_cli("recover", str(data_dir), "--set-aside", env=env).returncode < 0
+    assert (data_dir / "store.damaged").exists()
+    code, document = in_process("recover", str(data_dir), "--set-aside")
+    assert (code, document["taken_objects"], document["held_objects"]) == (0, 0, CHUNKS)
+    assert not (data_dir / "store.damaged").exists()
+    assert quiet("verify", str(data_dir))[0] == 0
+
+
+def test_what_has_no_room_stays_aside_until_there_is(root: Path) -> None:
+    """The most recently used come first; after the hint's resize the rest comes, too."""
+    data_dir = make(root / "d", capacity_bytes=128 << 20, chunks=(40,), nbytes=1 << 20)
+    power_lost(data_dir / "store")
+    data_file.set_aside(data_dir / "store")
+    assert quiet("verify", str(data_dir), "--repair")[0] == 0
+    code, out, err = quiet("recover", str(data_dir), "--set-aside")
+    assert code == 0
+    some = len(records_of(data_dir))
+    assert 0 < some < 40
+    assert set(records_of(data_dir)) == {key_of(number) for number in range(some)}
+    assert f"no room: {40 - some} objects" in out
+    [words] = commands(hint_of(err))
+    assert quiet(*words[:-1], "128MiB")[0] == 0
+    assert quiet("recover", str(data_dir), "--set-aside")[0] == 0
+    assert len(records_of(data_dir)) == 40
+    assert not (data_dir / "store.damaged").exists()
+
+
+def test_another_store_is_not_taken_nor_removed(data_dir: Path, root: Path) -> None:
+    """Its chunks are of another binding; refused, and nothing is changed."""
+    make(root / "other", chunks=(3,))
+    shutil.copytree(root / "other" / "store", data_dir / "store.damaged")
+    before = snapshot(data_dir / "store.damaged")
+    before.pop("lock.mdb")
+    code, _, err = quiet("recover", str(data_dir), "--set-aside")
+    assert (code, "has uuid" in err) == (5, True)
+    assert snapshot(data_dir / "store.damaged").keys() == before.keys()
+    assert len(records_of(data_dir)) == CHUNKS
