@@ -25,6 +25,7 @@ from lmcache_persist.errors import (
     TransportError,
     Unbound,
 )
+from lmcache_persist.printable import command
 from lmcache_persist.units import approximate_size, counted
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def backup(
 
     Example: lmcache-persist backup /var/lib/kv /backup/kv-monday
     """
-    from lmcache_persist.server.backup import back_up, check_apart
+    from lmcache_persist.server.backup import back_up
+    from lmcache_persist.server.offline import check_apart
 
     root = absolute(data_dir)
     target = Path(os.path.abspath(os.path.expanduser(dest)))
@@ -66,7 +68,9 @@ def backup(
                 source, target, say=lambda text: say(plain(text)), on_chunk=ticker.on_chunk
             )
         left_out_objects = max(0, source.held.objects - made.objects)
-        live = isinstance(source, _LiveSource)
+        live, bad_chunks = isinstance(source, _LiveSource), source.bad_chunks
+        if not live:  # nothing else can happen to what lies still
+            bad_chunks = made.left_out_chunks
     violations = _verify(target) if verify else []
     for line in violations:
         say(f"bad: {plain(line)}")
@@ -76,6 +80,7 @@ def backup(
                 "backup": str(target),
                 **asdict(made),
                 "left_out_objects": left_out_objects,
+                "left_out_bad_chunks": bad_chunks,
                 "verified": not violations if verify else None,
             }
         )
@@ -86,18 +91,28 @@ def backup(
             f" {made.chunk_size}"
         )
         if made.left_out_chunks:
-            write(_left_out(root, made.left_out_chunks, left_out_objects, live=live))
+            objects = counted(left_out_objects, "object")
+            write(f"left out: {objects} ({counted(made.left_out_chunks, 'chunk')})")
+            _say_why(root, bad_chunks, made.left_out_chunks - bad_chunks, live=live)
         if verify and not violations:
             write("all good")
     return ExitCode.BAD_DATA if violations else ExitCode.OK
 
 
-def _left_out(root: Path, chunks: int, objects: int, *, live: bool) -> str:
-    what = "that were evicted meanwhile, or are bad" if live else "that are bad"
-    return (
-        f"left out: {counted(objects, 'object')} ({counted(chunks, 'chunk')}) {what};"
-        f" run: lmcache-persist verify {plain(root)}"
-    )
+def _say_why(root: Path, bad_chunks: int, gone_chunks: int, *, live: bool) -> None:
+    """Why chunks are left out: of those that are bad a backup drops nothing but a server does."""
+    if gone_chunks > 0:
+        say(f"note: {counted(gone_chunks, 'chunk')} left the server's store meanwhile")
+    if not bad_chunks:
+        return
+    if live:
+        say(
+            f"note: {counted(bad_chunks, 'chunk')} proved bad; the server drops what is bad and"
+            " counts it (corrupt_chunks_total): it is a miss from now on, until it is stored again"
+        )
+        return
+    again = command("verify", root, "--repair")
+    say(f"hint: {counted(bad_chunks, 'chunk')} proved bad; to drop what is bad: {plain(again)}")
 
 
 def _verify(target: Path) -> list[str]:
@@ -142,6 +157,7 @@ class _LiveSource:
             raise Unbound("the server is not bound yet: there is nothing to back up")
         self.binding = binding
         self._cursor = first.cursor
+        self.bad_chunks = 0
         self.held = Held(
             first.chunks,
             first.objects,
@@ -159,6 +175,7 @@ class _LiveSource:
         while cursor:
             reply = self._client.request(AdminBackup, timeout_s=self._timeout_s, cursor=cursor)
             piece = _asked(reply, StorePiece)
+            self.bad_chunks += piece.bad_chunks
             yield [Part(part.record, part.first, part.extents) for part in piece.parts]
             if piece.cursor and piece.cursor <= cursor:
                 raise MalformedMessage("the server's backup does not go forward")

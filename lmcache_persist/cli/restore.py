@@ -11,6 +11,7 @@ from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
+from lmcache_persist.printable import command
 from lmcache_persist.units import counted, format_size, moment, parse_size
 
 
@@ -45,10 +46,8 @@ def restore(
             say=lambda text: say(plain(text)),
             on_chunk=ticker.on_chunk,
         )
-    say(
-        f"start it with: lmcache-persist serve --data-dir {plain(target)} --capacity"
-        f" {format_size(done.capacity_bytes)}"
-    )
+    size = format_size(done.capacity_bytes)
+    say(f"start it with: {plain(command('serve', '--data-dir', target, '--capacity', size))}")
     if json_output:
         write_json(
             {
@@ -56,7 +55,9 @@ def restore(
                 "binding": done.binding.summary(),
                 "capacity_bytes": done.capacity_bytes,
                 "objects": done.objects,
-                "left_out_objects": done.left_out_objects,
+                "left_out_objects": done.no_room_objects + done.bad_objects,
+                "no_room_objects": done.no_room_objects,
+                "bad_objects": done.bad_objects,
                 "made_at": done.descriptor.made_at,
             }
         )
@@ -65,7 +66,8 @@ def restore(
         f"restored {plain(target)}: {counted(done.objects, 'object')}, chunk size"
         f" {done.binding.chunk_size}, as of {plain(moment(done.descriptor.made_at))}"
     )
-    if done.left_out_objects:
-        left_out = counted(done.left_out_objects, "object")
-        write(f"left out: {left_out}, for which there was no room, or bad")
+    if done.no_room_objects:
+        write(f"left out: {counted(done.no_room_objects, 'object')} for which there is no room")
+    if done.bad_objects:
+        write(f"left out: {counted(done.bad_objects, 'object')} that proved bad")
     return ExitCode.OK

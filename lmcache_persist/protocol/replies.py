@@ -132,11 +132,13 @@ class StorePart(msgspec.Struct, frozen=True, array_like=True):
 class StorePiece(_Reply, frozen=True, kw_only=True, tag="store_piece"):
     """Reply to admin.backup. At the beginning the store's numbers and no parts.
 
-    ``cursor`` is where to go on, empty at the end.
+    ``cursor`` is where to go on, empty at the end; ``bad_chunks`` how many proved bad in this
+    piece and are not in it.
     """
 
     parts: list[StorePart] = []
     cursor: bytes = b""
+    bad_chunks: int = 0
     chunks: int = 0
     objects: int = 0
     object_bytes: int = 0

@@ -66,6 +66,10 @@ class Source(Protocol):
     def held(self) -> Held:
         """What there is at the beginning."""
 
+    @property
+    def bad_chunks(self) -> int:
+        """Chunks met so far that proved bad, and are left out."""
+
     def parts(self) -> Iterable[list[Part]]:
         """The store, in pieces."""
 
@@ -129,19 +133,6 @@ def back_up(
         lock.release()
     failpoints.hit("backup.after_rename")
     return descriptor
-
-
-def check_apart(data_dir: Path, dest: Path) -> None:
-    """Refuse to make a backup within the data dir that it is of.
-
-    Raises:
-        DataDirUnusable: as said.
-    """
-    if Path(os.path.realpath(dest.parent)).is_relative_to(os.path.realpath(data_dir)):
-        raise DataDirUnusable(
-            f"{dest} lies in the data dir {data_dir} itself, expected another place",
-            hint="choose a folder outside of it, best on another disk",
-        )
 
 
 def _check_understood(binding: Binding) -> None:
@@ -244,6 +235,7 @@ class FilesSource:
         self._paths = paths
         self._store = store
         self.binding = binding
+        self.bad_chunks = 0
         usage = store.usage()
         self.held = Held(
             usage.chunks, usage.objects, usage.bytes, usage.used_bytes, usage.capacity_bytes
@@ -275,6 +267,7 @@ class FilesSource:
         cursor = pieces.beginning(self._store)
         while cursor:
             piece = pieces.cut(self._store, cursor)
+            self.bad_chunks += piece.bad_chunks
             yield piece.parts
             cursor = piece.cursor
 

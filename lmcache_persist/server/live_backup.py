@@ -6,6 +6,8 @@ at a time, in short transactions, so that neither lookups nor the writer notice.
 
 from __future__ import annotations
 
+import logging
+
 from blake3 import blake3
 
 from lmcache_persist import protocol
@@ -15,6 +17,10 @@ from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store import pieces
 from lmcache_persist.store.base import DiskTier
+from lmcache_persist.store.throttle import Throttle
+from lmcache_persist.units import counted
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_PIECE_BYTES = 2 << 20
 
@@ -28,6 +34,7 @@ class LiveBackup:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._gate = Gate("back up")
+        self._log = Throttle(logger)
 
     def store(self, message: protocol.AdminBackup, answer: Answer) -> None:
         """Begin, or cut the piece at the cursor; a chunk that proves bad is dropped.
@@ -56,9 +63,15 @@ class LiveBackup:
         def then(piece: pieces.Piece) -> None:
             if piece.bad:
                 state.counters.corrupt_chunks += len(piece.bad)
+                self._log.warning(
+                    f"backup found {counted(len(piece.bad), 'bad chunk')}, the first"
+                    f" {next(iter(piece.bad)).hex()}: left out of it, and dropped here"
+                )
                 state.writer.drop(piece.bad)
             parts = [protocol.StorePart(*part) for part in piece.parts]
-            answer(protocol.StorePiece(parts=parts, cursor=piece.cursor))
+            answer(
+                protocol.StorePiece(parts=parts, cursor=piece.cursor, bad_chunks=piece.bad_chunks)
+            )
 
         self._gate.pass_through(
             lambda work, then: state.run(state.readers, work, then),

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from lmcache_persist.datadir import DataDir, ReaderLock
 from lmcache_persist.errors import (
+    DataDirLocked,
     DataDirUnusable,
     ManifestBusy,
     ManifestUnreadable,
     PersistError,
     SchemaTooNew,
+    StartupRefused,
     StoreDamaged,
     StoreIOError,
     StoreMismatch,
@@ -27,6 +29,7 @@ from lmcache_persist.geometry import Group, required_alignment
 from lmcache_persist.identity import fingerprint
 from lmcache_persist.manifest.catalog import ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot, read_snapshot
+from lmcache_persist.printable import command
 from lmcache_persist.server import recovery
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import Usage
@@ -38,8 +41,10 @@ __all__ = [
     "Progress",
     "Violation",
     "check",
+    "check_apart",
     "existing_data_dir",
     "refuse_if_resetting",
+    "start_refusal",
     "used_data_dir",
 ]
 
@@ -106,8 +111,36 @@ def refuse_if_resetting(paths: DataDir) -> None:
     if os.path.lexists(paths.resetting):
         raise DataDirUnusable(
             f"data dir {paths.root} is being reset or restored, and that was interrupted",
-            hint=f"restore it again, or finish with: lmcache-persist reset {paths.root}; a start"
+            hint=f"restore it again, or finish with: {command('reset', paths.root)}; a start"
             " does so, too, and is empty then",
+        )
+
+
+def start_refusal(data_dir: Path) -> StartupRefused | None:
+    """What a start would refuse, whatever its flags; None if nothing, or if nobody can tell."""
+    try:
+        with ReaderLock.acquire(data_dir):
+            recovery.check_together(recovery.look(DataDir(data_dir), deep=False), data_dir)
+    except DataDirLocked:
+        return None
+    except StartupRefused as error:
+        return error
+    except PersistError:
+        return None
+    return None
+
+
+def check_apart(source: Path, target: Path, what: str = "data dir") -> None:
+    """Refuse to make something within what it is made of.
+
+    Raises:
+        DataDirUnusable: as said.
+    """
+    inside, outside = Path(os.path.realpath(target)), Path(os.path.realpath(source))
+    if inside != outside and inside.is_relative_to(outside):
+        raise DataDirUnusable(
+            f"{target} lies in the {what} {source} itself, expected another place",
+            hint="choose a folder outside of it, best on another disk",
         )
 
 

@@ -20,10 +20,11 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock, make_data_dir
 from lmcache_persist.errors import DataDirUnusable, PersistError
 from lmcache_persist.manifest import Manifest, files
+from lmcache_persist.printable import command
 from lmcache_persist.server import backup_file, recovery, reset
 from lmcache_persist.server.backup_file import Descriptor
 from lmcache_persist.server.losses import amount
-from lmcache_persist.server.offline import existing_data_dir
+from lmcache_persist.server.offline import check_apart, existing_data_dir
 from lmcache_persist.server.recovery import Found
 from lmcache_persist.server.room import MANIFEST_BYTES, Say, say_and_check_room
 from lmcache_persist.server.state import utc_now
@@ -33,6 +34,8 @@ from lmcache_persist.store.offline import OfflineStore
 
 _HARMLESS = re.compile(r"server\.(lock|sock)|ballast|crash(\.[12])?\.log|lost\+found|resetting")
 """What a folder may hold that is to become a data dir."""
+_OF_A_SERVER = re.compile(r"manifest\.sqlite.*|store(\.damaged)?")
+"""What a reset removes besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,16 @@ class Restored:
         binding: of the data dir now.
         capacity_bytes: of its store.
         objects: in it.
-        left_out_objects: of the backup, that had no room or proved bad.
+        no_room_objects: of the backup, that are left out for the capacity.
+        bad_objects: of the backup, that proved bad and are left out.
     """
 
     descriptor: Descriptor
     binding: Binding
     capacity_bytes: int
     objects: int
-    left_out_objects: int
+    no_room_objects: int
+    bad_objects: int
 
 
 def restore(
@@ -85,11 +90,11 @@ def restore(
     """
     source = existing_data_dir(backup, what="backup", hint=backup_file.A_BACKUP)
     backup_file.expect_backup(backup)
+    check_apart(backup, data_dir, "backup")
+    if os.path.isdir(data_dir):
+        _refuse_foreign(data_dir)  # before a lock file is made in it
     with ReaderLock.acquire(backup):
-        descriptor = backup_file.read(backup)
-        found = recovery.look(source, deep=True)
-        recovery.check_together(found, backup)
-        recovery.refuse_if_damaged(found, source)
+        descriptor, found = _judged(source)
         if capacity_bytes is None:
             capacity_bytes = descriptor.capacity_bytes
         with OfflineStore.open(source.store) as store:
@@ -115,8 +120,27 @@ def restore(
         binding,
         capacity_bytes,
         copy.copied.total.objects,
-        lost.objects + bad.total.objects,
+        lost.objects,
+        bad.total.objects,
     )
+
+
+def why_not(backup: Path) -> PersistError | None:
+    """Why a backup cannot be restored at all; None if it can, but for what proves bad in it."""
+    try:
+        with ReaderLock.acquire(backup):
+            _judged(DataDir(backup))
+    except PersistError as error:
+        return error
+    return None
+
+
+def _judged(source: DataDir) -> tuple[Descriptor, Found]:
+    descriptor = backup_file.read(source.root)
+    found = recovery.look(source, deep=True)
+    recovery.check_together(found, source.root)
+    recovery.refuse_if_damaged(found, source)
+    return descriptor, found
 
 
 @contextlib.contextmanager
@@ -176,13 +200,34 @@ def _clear(paths: DataDir) -> None:
     """What an interrupted reset or restore left goes; anything else is refused."""
     if reset.is_pending(paths):
         reset.finish(paths)
-    others = sorted(name for name in os.listdir(paths.root) if not _HARMLESS.fullmatch(name))
+    _refuse_foreign(paths.root)
+    others = _others(paths.root)
     if others:
-        raise DataDirUnusable(
-            f"{paths.root} holds {others[0]!r}, expected an absent or empty folder",
-            hint="restore into another folder, or throw a data dir away first with:"
-            f" lmcache-persist reset {paths.root}",
+        raise _in_the_way(
+            paths.root, others[0], f"throw away what it holds with: {command('reset', paths.root)}"
         )
+
+
+def _others(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if not _HARMLESS.fullmatch(name))
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Refuse a folder with something in it that no reset removes.
+
+    Raises:
+        DataDirUnusable: as said.
+    """
+    foreign = [name for name in _others(root) if not _OF_A_SERVER.fullmatch(name)]
+    if foreign:
+        raise _in_the_way(root, foreign[0], "move that away")
+
+
+def _in_the_way(root: Path, name: str, way_out: str) -> DataDirUnusable:
+    return DataDirUnusable(
+        f"{root} holds {name!r}, expected an absent or empty folder",
+        hint=f"restore into another folder, or {way_out}",
+    )
 
 
 def _restore_manifest(source: DataDir, paths: DataDir, found: Found, binding: Binding) -> None:

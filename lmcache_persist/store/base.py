@@ -286,12 +286,15 @@ class DiskTier(ABC):
         """
 
     @abstractmethod
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+    def scan(
+        self, after: bytes, limit: int, bad: list[ChunkKey] | None = None
+    ) -> list[ChunkRecord]:
         """Good records of the current binding in the order of keys, from behind ``after``.
 
         Args:
             after: a chunk key, or empty for the first.
             limit: at most so many; fewer mean that the end was reached.
+            bad: gets the keys of records on the way that are bad, or about to be dropped.
 
         Threads: any.
 

@@ -164,7 +164,9 @@ class StoreReader:
             for key, value in zip(keys, raw, strict=True)
         ]
 
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+    def scan(
+        self, after: bytes, limit: int, bad: list[ChunkKey] | None = None
+    ) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""
         found: list[ChunkRecord] = []
         with self.transaction() as txn:
@@ -173,9 +175,12 @@ class StoreReader:
             if more and bytes(cursor.key()) == after:
                 more = cursor.next()
             while more and len(found) < limit:
-                record = self._checked(ChunkKey(bytes(cursor.key())), bytes(cursor.value()))
+                key = ChunkKey(bytes(cursor.key()))
+                record = self._checked(key, bytes(cursor.value()))
                 if record is not None:
                     found.append(record)
+                elif bad is not None and (key in self._bad or key in self._taken):
+                    bad.append(key)
                 more = cursor.next()
         return found
 

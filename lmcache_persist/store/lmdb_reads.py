@@ -20,9 +20,11 @@ class StoreReads:
         """See :meth:`DiskTier.find`."""
         return self._reader.find(keys)
 
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+    def scan(
+        self, after: bytes, limit: int, bad: list[ChunkKey] | None = None
+    ) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""
-        return self._reader.scan(after, limit)
+        return self._reader.scan(after, limit, bad)
 
     def preview(self, selection: Selection, cursor: bytes, counted_bytes: int) -> Picked:
         """See :meth:`DiskTier.preview`."""

@@ -273,7 +273,9 @@ class MemoryDisk(DiskTier):
                 chooser.judge(record)
         return chooser.picked
 
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+    def scan(
+        self, after: bytes, limit: int, bad: list[ChunkKey] | None = None
+    ) -> list[ChunkRecord]:
         """See :meth:`DiskTier.scan`."""
         with self._lock:
             keys = sorted(key for key in self._records if key > after)

@@ -36,7 +36,9 @@ class Source(Protocol):
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord | None]:
         """See :class:`~.base.DiskTier`."""
 
-    def scan(self, after: bytes, limit: int) -> list[ChunkRecord]:
+    def scan(
+        self, after: bytes, limit: int, bad: list[ChunkKey] | None = None
+    ) -> list[ChunkRecord]:
         """See :class:`~.base.DiskTier`."""
 
     def read_part(self, record: ChunkRecord, place: Place, index: int, buffer: memoryview) -> bool:
@@ -86,11 +88,18 @@ class Piece:
         parts: of chunks.
         cursor: where to go on; empty at the end.
         bad: chunks that proved bad on the way, and the serials of these copies.
+        bad_records: chunks on the way whose records are bad already.
     """
 
     parts: list[Part] = field(default_factory=list)
     cursor: bytes = b""
     bad: dict[ChunkKey, int] = field(default_factory=dict)
+    bad_records: int = 0
+
+    @property
+    def bad_chunks(self) -> int:
+        """All that are bad; each is met in one piece only."""
+        return len(self.bad) + self.bad_records
 
 
 def beginning(source: Source) -> bytes:
@@ -117,7 +126,7 @@ def cut(source: Source, cursor: bytes) -> Piece:
                 return Piece(piece.parts, at._replace(first=first).pack(), piece.bad)
     after = at.key
     while not piece.full:
-        records = source.scan(after, RECORDS_PER_LOOK)
+        records = source.scan(after, RECORDS_PER_LOOK, piece.bad_records)
         for record in records:
             if piece.full:
                 break
@@ -125,14 +134,14 @@ def cut(source: Source, cursor: bytes) -> Piece:
                 first = piece.take(source, record, 0)
                 if first is not None:
                     on = _Cursor(record.key, at.last_serial, record.serial, first)
-                    return Piece(piece.parts, on.pack(), piece.bad)
+                    return piece.ended(on.pack())
             after = record.key
         else:
             if len(records) < RECORDS_PER_LOOK:
-                return Piece(piece.parts, b"", piece.bad)
+                return piece.ended(b"")
         if time.monotonic() >= deadline:
             break
-    return Piece(piece.parts, _Cursor(after, at.last_serial).pack(), piece.bad)
+    return piece.ended(_Cursor(after, at.last_serial).pack())
 
 
 def extents_of(record: ChunkRecord) -> list[tuple[Place, int, int]]:
@@ -150,6 +159,7 @@ class _Cut:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.bad: dict[ChunkKey, int] = {}
+        self.bad_records: list[ChunkKey] = []
         self.nbytes = 0
         self.record_bytes = 0
 
@@ -157,6 +167,11 @@ class _Cut:
     def full(self) -> bool:
         """Whether nothing more goes into it."""
         return self.nbytes >= PIECE_BYTES or self.record_bytes >= PIECE_RECORD_BYTES
+
+    def ended(self, cursor: bytes) -> Piece:
+        """The piece, which goes on at ``cursor``: bad records behind that are met again."""
+        met = {key for key in self.bad_records if not cursor or key <= cursor[:CHUNK_KEY_BYTES]}
+        return Piece(self.parts, cursor, self.bad, len(met - self.bad.keys()))
 
     def take(self, source: Source, record: ChunkRecord, first: int) -> int | None:
         """Extents of a chunk from ``first`` on; where to go on, None if the chunk is done.

@@ -292,7 +292,7 @@ def test_a_bad_chunk_of_a_backup_is_left_out(root: Path, backup: Path) -> None:
     path = backup / "store" / "data.mdb"
     alter(path, path.read_bytes().find(bytes(chunk_of(3, 50_000).objects[(0, 0)])[1000:2000]))  # type: ignore[index]
     done = restore(backup, root / "r")
-    assert (done.objects, done.left_out_objects) == (4, 1)
+    assert (done.objects, done.no_room_objects, done.bad_objects) == (4, 0, 1)
     assert all_good(root / "r")
 
 
@@ -408,14 +408,16 @@ def test_what_is_bad_is_left_out_and_counted(root: Path, live: bool) -> None:
     with contextlib.ExitStack() as stack:
         if live:
             stack.enter_context(ServerProcess(root / "d", capacity="64MiB"))
-        code, out, _ = cli_here("backup", str(root / "d"), str(root / "b"))
+        code, out, err = cli_here("backup", str(root / "d"), str(root / "b"))
         assert code == 0
         assert "left out: 2 objects (2 chunks)" in out
-        assert f"lmcache-persist verify {root / 'd'}" in out
+        assert "2 chunks proved bad" in err
+        assert (f"lmcache-persist verify {root / 'd'} --repair" in err) is not live
     assert backup_file.read(root / "b").left_out_chunks == 2
     if not live:
         document = json_here("backup", str(root / "d"), str(root / "c"))
         assert (document["left_out_chunks"], document["left_out_objects"]) == (2, 2)
+        assert document["left_out_bad_chunks"] == 2
 
 
 def test_a_data_dir_is_not_backed_up_into_itself(root: Path) -> None:
