@@ -14,9 +14,11 @@ data dir, so that a start that is refused afterwards leaves it as it was;
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import pwd
 import socket
 import stat
 import time
@@ -27,6 +29,7 @@ from types import TracebackType
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable
 from lmcache_persist.filesystems import file_system_of
 from lmcache_persist.posix import sync_folder, try_flock
+from lmcache_persist.printable import command
 
 _HOLDER_BYTES = 2048
 _POLL_S = 0.05
@@ -168,20 +171,43 @@ def _make_missing_folders(path: Path, modes: Modes) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    if os.access(path, os.W_OK | os.X_OK | os.R_OK):
-        return
-    mode = stat.S_IMODE(path.stat().st_mode)
+    if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
+        raise _not_writable(path)
+
+
+def _not_writable(path: Path) -> DataDirUnusable:
+    """The refusal of a data dir for whoever has to write to it, with what is in the way."""
+    held = path.stat()
     mount = file_system_of(path)
-    found = (
-        f"it lies on {mount.mount_point}, which is mounted read-only"
-        if mount is not None and mount.read_only
-        else f"its mode is {mode:04o}, owner {path.stat().st_uid}"
-    )
-    raise DataDirUnusable(
+    if mount is not None and mount.read_only:
+        found = f"it lies on {mount.mount_point}, which is mounted read-only"
+        way_out = "mount it for writing"
+    else:
+        found = f"its mode is {stat.S_IMODE(held.st_mode):04o}, owner {held.st_uid}"
+        way_out = f"run it as user {owner_of(held)}"
+    if _may_be_read(DataDir(path)):
+        way_out += f"; what is there is shown by: {command('inspect', path)}"
+    return DataDirUnusable(
         f"data dir {path} cannot be written: {found};"
         f" expected a folder that user id {os.geteuid()} can write",
-        hint="a server needs to write; lmcache-persist inspect and verify read it as it is",
+        hint=way_out,
     )
+
+
+def _may_be_read(paths: DataDir) -> bool:
+    """Whether this user may look at a data dir as it is."""
+    if not os.access(paths.root, os.R_OK | os.X_OK):
+        return False
+    files = (paths.lock, paths.manifest)
+    return all(os.access(path, os.R_OK) or not os.path.lexists(path) for path in files)
+
+
+def owner_of(found: os.stat_result) -> str:
+    """The name of a file's owner, or the number."""
+    try:
+        return pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        return f"uid {found.st_uid}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +321,13 @@ class DataDirLock:
         try:
             return os.open(path, flags, 0o600)
         except OSError as error:
+            if error.errno == errno.EROFS:
+                raise _not_writable(path.parent) from error
             raise DataDirUnusable(
                 f"lock file {path} cannot be opened for writing: {error.strerror}",
-                hint="the server must own its data dir, on a file system that can be written",
+                hint=f"run it as user {owner_of(os.stat(path.parent))}, who owns the data dir"
+                if error.errno in (errno.EACCES, errno.EPERM)
+                else "the server must own its data dir, on a file system that can be written",
             ) from error
 
     @staticmethod

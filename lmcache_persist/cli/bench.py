@@ -20,6 +20,7 @@ from lmcache_persist.cli.output import ending, plain, say, write, write_json, wr
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.errors import ConfigError, PersistError, Unbound
 from lmcache_persist.geometry import Group, check_compatible, groups_from_sizes
+from lmcache_persist.printable import command
 from lmcache_persist.units import (
     approximate_duration,
     approximate_size,
@@ -31,6 +32,8 @@ from lmcache_persist.units import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lmcache_persist.cli.bench_worker import BenchWorker
     from lmcache_persist.connector import CacheClient
 
@@ -88,7 +91,7 @@ def bench(
     if json_output:
         write_json(document)
     else:
-        _write_text(document)
+        _write_text(document, root)
     return ExitCode.OK if document["ok"] else ExitCode.BAD_DATA
 
 
@@ -273,7 +276,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {name: round(value, 3) for name, value in {**found, "max": ordered[-1]}.items()}
 
 
-def _write_text(document: dict[str, Any]) -> None:
+def _write_text(document: dict[str, Any], root: Path | None) -> None:
     store, load, lookup = document["store"], document["load"], document["lookup"]
     rows: list[tuple[str, object, object, object]] = [
         ("store into memory", store["bytes"], store["gib_per_s"], store["ms_per_prompt"]),
@@ -307,10 +310,8 @@ def _write_text(document: dict[str, Any]) -> None:
     wrong = document["mismatches"]
     verdict = f"WRONG: {counted(wrong, 'object')}" if wrong else "every byte as stored"
     write(f"{counted(total, 'chunk')} compared: {verdict}")
-    say(
-        f"note: what was stored stays until it is evicted, or pruned with"
-        f" lmcache-persist prune DIR --model {document['model']}"
-    )
+    prune = command("prune", root or "DIR", "--model", document["model"])
+    say(f"note: what was stored stays until it is evicted, or pruned with: {plain(prune)}")
 
 
 def _row(what: str, size: object, gib_per_s: object, times_ms: object) -> list[str]:

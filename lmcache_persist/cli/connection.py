@@ -19,6 +19,7 @@ from lmcache_persist.errors import (
     RequestTimeout,
     ServerUnreachable,
 )
+from lmcache_persist.printable import command
 from lmcache_persist.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -78,8 +79,12 @@ def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) 
     socket = Path(url.removeprefix("ipc://"))
     if root is None and url.startswith("ipc://") and socket.name == "server.sock":
         root = socket.parent
-    holder = _holder(root) if root is not None and reason in _UNHEARD else None
+    if root is None or reason not in _UNHEARD:
+        return error
+    holder = _holder(root)
     if holder is None:
+        if reason != "silent":
+            error.hint = start_hint(root) or error.hint
         return error
     who = f"pid {holder.pid} on {holder.host} holds {root}"
     if reason == "silent":
@@ -91,6 +96,16 @@ def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) 
         hint = "use that endpoint; if it is this one, the server is about to start or to end, or"
         hint += f" its socket was removed: stop it with: kill {holder.pid}"
     return ServerUnreachable(f"no server answers at {url}: {why}", hint=hint, **error.fields)
+
+
+def start_hint(root: Path) -> str:
+    """How a server comes to run on a data dir: what a start would refuse comes first."""
+    from lmcache_persist.server.offline import start_refusal
+
+    refusal = start_refusal(root)
+    if refusal is not None:
+        return f"a start would be refused, since {refusal.message}: {refusal.hint}"
+    return f"start one with: {command('serve', '--data-dir', root)}"
 
 
 def _holder(root: Path) -> Holder | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_persist.cli.connection import connected
-from lmcache_persist.datadir import DataDir, Holder, read_holder
+from lmcache_persist.cli.connection import connected, start_hint
+from lmcache_persist.datadir import DataDir, Holder, ReaderLock, read_holder
 from lmcache_persist.errors import ConfigError, DataDirLocked, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
@@ -65,13 +65,27 @@ def endpoint_of(data_dir: str | None, server: str | None) -> tuple[str, Path | N
     holder = read_holder(root)
     if holder is not None:
         return reachable_endpoint(root, holder), root
+    raise _unserved(root)
+
+
+def _unserved(root: Path) -> ServerUnreachable:
+    """Why nobody can be asked about a data dir in whose lock file nobody is named.
+
+    Raises:
+        DataDirUnusable: it is none, or a backup.
+    """
+    from lmcache_persist.server.backup_file import refuse_to_change
     from lmcache_persist.server.offline import used_data_dir
 
     used_data_dir(root)
-    raise ServerUnreachable(
-        f"no server has said where it listens for {root}",
-        hint=f"start one with: lmcache-persist serve --data-dir {root}",
-    )
+    refuse_to_change(root)
+    try:
+        ReaderLock.acquire(root).release()
+    except DataDirLocked:
+        return ServerUnreachable(
+            f"the server that holds {root} has not said where it listens", hint="try again"
+        )
+    return ServerUnreachable(f"no server runs on {root}", hint=start_hint(root))
 
 
 @contextlib.contextmanager

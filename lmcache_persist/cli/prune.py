@@ -21,6 +21,7 @@ from lmcache_persist.cli.options import AnswerTimeout, DataDir, DryRun, Json, Ye
 from lmcache_persist.cli.output import ending, plain, say, write, write_json, write_table
 from lmcache_persist.cli.ticker import Ticker
 from lmcache_persist.errors import ConfigError, DataDirLocked, PersistError
+from lmcache_persist.printable import command
 from lmcache_persist.units import approximate_size, parse_duration_s, parse_size
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def prune(
         raise ConfigError(
             "prune was not told what to remove",
             hint="give one of --model, --fingerprint, --stale, --older-than, --down-to;"
-            " everything goes with: lmcache-persist reset",
+            f" everything goes with: {command('reset', root)}",
         )
     # What does not depend on the data dir is refused first.
     stored_before = None if older_than is None else int(time.time() - _age_s(older_than))

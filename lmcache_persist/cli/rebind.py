@@ -14,6 +14,7 @@ from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.plan import positive
 from lmcache_persist.config_sources import variable_of
 from lmcache_persist.geometry import DEFAULT_MAX_CHUNK_SIZE
+from lmcache_persist.printable import command
 
 if TYPE_CHECKING:
     from lmcache_persist.server.rebind import Rebound
@@ -60,8 +61,8 @@ def rebind(
     )
     if done.outcome.value == "unchanged":
         say(
-            "hint: to throw away what is stored: lmcache-persist prune, or reset; --force makes a"
-            " new binding to the same size"
+            f"hint: to throw away what is stored: {plain(command('reset', root))}; prune removes"
+            " a part of it; --force makes a new binding to the same size"
         )
     return ExitCode.OK
 

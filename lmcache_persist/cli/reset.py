@@ -48,5 +48,5 @@ def reset(
         for line in removed:
             write(f"removed {plain(line)}")
         if not removed:
-            write(f"nothing to remove: {plain(root)} is empty already")
+            write(f"nothing to remove: {plain(root)} holds nothing of a server")
     return ExitCode.OK

@@ -17,6 +17,7 @@ from lmcache_persist.cli.options import AnswerTimeout, DataDir, Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.progress import ProgressLine
 from lmcache_persist.errors import DataDirLocked, MalformedMessage
+from lmcache_persist.printable import command
 from lmcache_persist.units import counted
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def verify(
     else:
         write(_verdict(check, repair=repair))
     if check.found and not repair:
-        say(f"hint: {check.way_out()}")
+        say(f"hint: {plain(check.way_out())}")
     return ExitCode.BAD_DATA if bad else ExitCode.OK
 
 
@@ -121,7 +122,7 @@ class _Check:
         self._timeout_s = timeout_s
         self._repair = repair
         self.found = self.left = self.objects = 0
-        self._manifest_lost = False
+        self._manifest_lost = self._offline_found = False
         self.notes: list[str] = []
         self.line = ProgressLine("repair" if repair else "verify")
 
@@ -135,12 +136,21 @@ class _Check:
 
     def way_out(self) -> str:
         """What helps against what was found."""
-        root = plain(self._root)
+        from lmcache_persist.server.backup_file import is_backup
+        from lmcache_persist.server.offline import start_refusal
+
+        if is_backup(self._root):
+            return _way_out_of_backup(self._root)
         if self._manifest_lost:
-            return f"put the manifest back, or rebuild it with: lmcache-persist recover {root}"
+            again = command("recover", self._root)
+            return f"put the manifest back, or rebuild it with: {again}"
+        # A repair would be refused as a start is, and the refusal knows the way out.
+        refusal = start_refusal(self._root) if self._offline_found else None
+        if refusal is not None and refusal.hint:
+            return refusal.hint
         return (
             "nothing was changed, and no bad byte is ever served; to drop what is bad and put the"
-            f" rest right: lmcache-persist verify {root} --repair"
+            f" rest right: {command('verify', self._root, '--repair')}"
         )
 
     def _findings(self) -> Iterator[Found]:
@@ -169,6 +179,7 @@ class _Check:
                 from lmcache_persist.server.offline import check
 
                 for violation in check(self._root, progress=progress):
+                    self._offline_found = True
                     yield {"where": violation.where, "what": violation.what}
         finally:
             self.objects = progress.checked_objects
@@ -207,6 +218,16 @@ class _Check:
                     self.line.update(checked, None, "the server mends its order and its sums")
                     time.sleep(_MENDING_POLL_S)
                 cursor = part.cursor
+
+
+def _way_out_of_backup(backup: Path) -> str:
+    from lmcache_persist.server.restore import why_not
+
+    problem = why_not(backup)
+    if problem is not None:
+        return f"a backup is never mended, and this one cannot be restored: {problem.message}"
+    again = command("restore", backup, "DIR")
+    return f"a backup is never mended; a restore leaves out what is bad: {again}"
 
 
 class _Part:

@@ -7,7 +7,6 @@ look names it, for whoever reads an engine's or a verb's error.
 from __future__ import annotations
 
 import os
-import pwd
 import socket
 import stat
 import threading
@@ -15,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lmcache_persist.datadir import owner_of
 from lmcache_persist.endpoint import Endpoint
 from lmcache_persist.errors import PersistError, RequestTimeout, ServerUnreachable
+from lmcache_persist.printable import command
 
 Reason = Literal["absent", "refused", "denied", "failed", "listening", "silent"]
 """``listening``: a connection is taken; ``silent``: so many wait that none is."""
@@ -96,9 +97,9 @@ def _hint(endpoint: Endpoint, reason: Reason | None, owner: str) -> str:
         )
     if reason == "silent":
         return "it hangs or is very busy (docs/troubleshooting.md, The server hangs)"
-    listen = "" if endpoint.path.endswith("/server.sock") else f" --listen {endpoint}"
+    listen = () if endpoint.path.endswith("/server.sock") else ("--listen", endpoint)
     folder = endpoint.path.removesuffix("/server.sock") if not listen else "DIR"
-    return f"start one with: lmcache-persist serve --data-dir {folder}{listen}"
+    return f"start one with: {command('serve', '--data-dir', folder, *listen)}"
 
 
 def _look(endpoint: Endpoint, timeout_s: float) -> Finding:
@@ -145,10 +146,7 @@ def _denied_by_folder(path: Path) -> Finding:
 
 
 def _denied(what: str, found: os.stat_result) -> Finding:
-    try:
-        owner = pwd.getpwuid(found.st_uid).pw_name
-    except KeyError:
-        owner = f"uid {found.st_uid}"
+    owner = owner_of(found)
     mode = stat.filemode(found.st_mode)
     text = f"permission denied ({what} {mode}, owner {owner}; you are uid {os.geteuid()})"
     return Finding("denied", text, owner)

@@ -29,6 +29,7 @@ from lmcache_persist.errors import (
     ManifestUnreadable,
     PersistError,
 )
+from lmcache_persist.printable import command
 
 FILE_MODE = 0o600
 WAL_SUFFIX = "-wal"
@@ -67,7 +68,7 @@ def unreadable(path: Path, found: str) -> ManifestUnreadable:
     return ManifestUnreadable(
         f"manifest {path} cannot be read: {found}",
         hint="restore the file from a copy, or rebuild it from the stamp that the store keeps"
-        f" with: lmcache-persist recover {path.parent}",
+        f" with: {command('recover', path.parent)}",
         path=str(path),
     )
 

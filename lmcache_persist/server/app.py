@@ -168,7 +168,7 @@ def _first_server(
     seen = first.wait(converge.START_WAIT_S)
     if seen is None:
         log.warning("server %s gives no answer; this one starts without", first.url)
-    converge.check_agrees(first, seen, binding)
+    converge.check_agrees(first, seen, binding, settings.data_dir)
     return first
 
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import BindingMismatch, PersistError
+from lmcache_persist.printable import command
 from lmcache_persist.server.state import ServerState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lmcache_persist.server.upstream import Seen, Upstream
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,9 @@ COMPARE_S = 5.0
 """Seconds between two comparisons while bound."""
 
 
-def check_agrees(upstream: Upstream, seen: Seen | None, binding: Binding | None) -> None:
+def check_agrees(
+    upstream: Upstream, seen: Seen | None, binding: Binding | None, data_dir: Path
+) -> None:
     """Refuse a start whose data dir is bound to other boundaries than the first server.
 
     Raises:
@@ -37,17 +42,19 @@ def check_agrees(upstream: Upstream, seen: Seen | None, binding: Binding | None)
     """
     if binding is None or seen is None or seen.boundary_id in (None, binding.boundary_id):
         return
-    raise disagreement(upstream, seen, binding)
+    raise disagreement(upstream, seen, binding, data_dir)
 
 
-def disagreement(upstream: Upstream, seen: Seen, binding: Binding) -> BindingMismatch:
+def disagreement(
+    upstream: Upstream, seen: Seen, binding: Binding, data_dir: Path
+) -> BindingMismatch:
     """The error that names both servers' boundaries."""
     return BindingMismatch(
         f"this data dir is bound to chunk size {binding.chunk_size} (boundary"
         f" {binding.boundary_id[:12]}), server {upstream.url} to {seen.chunk_size}"
         f" (boundary {str(seen.boundary_id)[:12]}), expected the same (--chunk-size-from)",
-        hint=f"lmcache-persist rebind DIR --chunk-size {seen.chunk_size} gives up what is"
-        " stored here; or start without --chunk-size-from",
+        hint="start without --chunk-size-from, or give up what is stored here with:"
+        f" {command('rebind', data_dir, '--chunk-size', seen.chunk_size)}",
         found=binding.chunk_size,
         expected=seen.chunk_size,
     )
@@ -122,7 +129,8 @@ class Converger:
                 self._say(str(error))
         else:
             self._agrees = seen.boundary_id == binding.boundary_id
-            self._say("" if self._agrees else disagreement(self._upstream, seen, binding).message)
+            told = disagreement(self._upstream, seen, binding, self._state.settings.data_dir)
+            self._say("" if self._agrees else told.message)
 
     def _say(self, trouble: str) -> None:
         """Log a change, not every question."""

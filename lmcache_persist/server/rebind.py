@@ -19,6 +19,7 @@ from lmcache_persist.binding import MODE_FIXED, Binding
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import AlignmentTooLarge, StoreDamaged, Unbound
 from lmcache_persist.manifest import Manifest
+from lmcache_persist.printable import command
 from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount_of, losses_of, per_model
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
@@ -97,7 +98,8 @@ def rebind(
         if binding is None or found.held is None:
             raise Unbound(
                 f"data dir {data_dir} is not bound yet, expected one that is",
-                hint=f"lmcache-persist serve --data-dir {data_dir} --chunk-size {chunk_size}",
+                hint="start a server with: "
+                + command("serve", "--data-dir", data_dir, "--chunk-size", chunk_size),
             )
         if chunk_size == binding.chunk_size and not force:
             completed = complete(paths, found, say)

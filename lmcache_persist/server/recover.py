@@ -16,6 +16,7 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import ManifestUnreadable, StoreMismatch
 from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
+from lmcache_persist.printable import command
 from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import amount_of, losses_of
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
@@ -119,11 +120,11 @@ def _stamp_of(found: Found, paths: DataDir, damage: str | None) -> Binding:
     Raises:
         StoreMismatch: there is none that can be used.
     """
-    hint = f"start afresh with: lmcache-persist reset {paths.root}"
+    hint = f"start afresh with: {command('reset', paths.root)}"
     if found.store is StoreState.ABSENT and damage is None:
         raise StoreMismatch(
             f"data dir {paths.root} is unbound and has no store: there is nothing to recover",
-            hint=f"lmcache-persist serve --data-dir {paths.root} starts it",
+            hint=f"start it with: {command('serve', '--data-dir', paths.root)}",
         )
     if found.stamp is None:
         what = {

@@ -19,6 +19,7 @@ from lmcache_persist import failpoints
 from lmcache_persist.datadir import DataDir, DataDirLock
 from lmcache_persist.errors import StoreIOError, Unbound
 from lmcache_persist.manifest import Manifest
+from lmcache_persist.printable import command
 from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.losses import Loss, amount_of, objects_amount, per_model
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
@@ -91,8 +92,8 @@ def resize(
         if found.store is StoreState.ABSENT:
             raise Unbound(
                 f"data dir {data_dir} has no store, expected one",
-                hint=f"lmcache-persist serve --data-dir {data_dir} --capacity {capacity_bytes}"
-                " makes one",
+                hint="one is made by: "
+                + command("serve", "--data-dir", data_dir, "--capacity", capacity_bytes),
             )
         if capacity_bytes > found.capacity_bytes:
             return _grow(paths, found, capacity_bytes, say)

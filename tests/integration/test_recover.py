@@ -208,7 +208,7 @@ def test_a_second_reset_has_nothing_to_do(server: ServerProcess) -> None:
     for _ in range(2):
         code, out, err = cli_here("reset", str(server.data_dir))
         assert (code, err) == (0, "")
-        assert out == f"nothing to remove: {server.data_dir} is empty already\n"
+        assert out == f"nothing to remove: {server.data_dir} holds nothing of a server\n"
     assert json_here("reset", str(server.data_dir)) == {"removed": []}
     assert snapshot(server.data_dir) == before
     # What an interrupted one left is finished without a question: it was answered.

@@ -247,7 +247,7 @@ MUTATIONS = (
     Mutation(
         "disagreement-starts",
         "lmcache_persist/server/converge.py",
-        "    raise disagreement(upstream, seen, binding)\n",
+        "    raise disagreement(upstream, seen, binding, data_dir)\n",
         "",
         (CONVERGE + "test_servers_that_disagree_are_told",),
     ),
