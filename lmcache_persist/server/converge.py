@@ -50,13 +50,19 @@ def disagreement(
 ) -> BindingMismatch:
     """The error that names both servers' boundaries."""
     return BindingMismatch(
-        f"this data dir is bound to chunk size {binding.chunk_size} (boundary"
-        f" {binding.boundary_id[:12]}), server {upstream.url} to {seen.chunk_size}"
-        f" (boundary {str(seen.boundary_id)[:12]}), expected the same (--chunk-size-from)",
+        _difference(upstream, seen, binding),
         hint="start without --chunk-size-from, or give up what is stored here with:"
         f" {command('rebind', data_dir, '--chunk-size', seen.chunk_size)}",
         found=binding.chunk_size,
         expected=seen.chunk_size,
+    )
+
+
+def _difference(upstream: Upstream, seen: Seen, binding: Binding) -> str:
+    return (
+        f"this data dir is bound to chunk size {binding.chunk_size} (boundary"
+        f" {binding.boundary_id[:12]}), server {upstream.url} to {seen.chunk_size}"
+        f" (boundary {str(seen.boundary_id)[:12]}), expected the same (--chunk-size-from)"
     )
 
 
@@ -129,8 +135,7 @@ class Converger:
                 self._say(str(error))
         else:
             self._agrees = seen.boundary_id == binding.boundary_id
-            told = disagreement(self._upstream, seen, binding, self._state.settings.data_dir)
-            self._say("" if self._agrees else told.message)
+            self._say("" if self._agrees else _difference(self._upstream, seen, binding))
 
     def _say(self, trouble: str) -> None:
         """Log a change, not every question."""

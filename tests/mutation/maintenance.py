@@ -12,6 +12,8 @@ BACKUP = "tests/integration/test_backup.py::"
 REBIND = "tests/integration/test_rebind.py::"
 RESIZE = "tests/integration/test_resize.py::"
 CRASH = "tests/crash/test_maintenance_crash.py::"
+SALVAGE = "tests/integration/test_salvage.py::"
+HINTS = "tests/integration/test_hints.py::"
 
 MUTATIONS = (
     Mutation(
@@ -108,9 +110,72 @@ MUTATIONS = (
     Mutation(
         "a-copy-in-another-order",
         "lmcache_persist/store/copying.py",
-        "        changes.put(ChunkWrite(record.key, contents), record.order, like=record)\n",
-        "        changes.put(ChunkWrite(record.key, contents), record.serial, like=record)\n",
+        "        order = self._first_order + record.order\n",
+        "        order = self._first_order + record.serial\n",
         (f"{PIECES}test_a_copy_is_a_store_in_good_order",),
+    ),
+    Mutation(
+        "salvage-over-the-order-there-is",
+        "lmcache_persist/store/copying.py",
+        "        order = self._first_order + record.order\n",
+        "        order = record.order\n",
+        (f"{SALVAGE}test_what_the_new_store_has_stays",),
+    ),
+    Mutation(
+        "salvage-removes-what-has-no-room",
+        "lmcache_persist/server/salvage.py",
+        "        removed = not salvaged.no_room.total.chunks\n",
+        "        removed = True\n",
+        (f"{SALVAGE}test_what_has_no_room_stays_aside_until_there_is",),
+    ),
+    Mutation(
+        "salvage-of-another-store",
+        "lmcache_persist/server/salvage.py",
+        "        if source.meta.uuid != found.uuid:\n",
+        "        if False:\n",
+        (f"{SALVAGE}test_another_store_is_not_taken_nor_removed",),
+    ),
+    Mutation(
+        "a-repaired-store-is-set-aside-all-the-same",
+        "lmcache_persist/server/repair.py",
+        "    clear_unsynced(paths.store)\n",
+        "    pass\n",
+        (f"{SALVAGE}test_a_repair_before_the_start_keeps_a_relaxed_store",),
+    ),
+    Mutation(
+        "hints-are-not-quoted",
+        "lmcache_persist/printable.py",
+        "    return shlex.join([",
+        '    return " ".join([',
+        (f"{HINTS}test_bad_bytes_are_dropped_by_the_hint",),
+    ),
+    Mutation(
+        "a-repair-is-named-that-is-refused",
+        "lmcache_persist/cli/verify.py",
+        "        if refusal is not None and refusal.hint:\n",
+        "        if False:\n",
+        (f"{HINTS}test_swapped_files_have_the_refusal_of_a_start",),
+    ),
+    Mutation(
+        "what-a-start-refuses-comes-later",
+        "lmcache_persist/cli/connection.py",
+        "    if refusal is not None:\n",
+        "    if False:\n",
+        (f"{HINTS}test_what_a_start_would_refuse_is_told_at_once",),
+    ),
+    Mutation(
+        "a-backup-hides-what-was-bad",
+        "lmcache_persist/cli/backup.py",
+        "            self.bad_chunks += piece.bad_chunks\n",
+        "            pass\n",
+        (f"{HINTS}test_a_backup_tells_bad_from_evicted",),
+    ),
+    Mutation(
+        "restore-into-its-own-backup",
+        "lmcache_persist/server/restore.py",
+        '    check_apart(backup, data_dir, "backup")\n',
+        "",
+        (f"{HINTS}test_nothing_is_restored_into_its_own_backup",),
     ),
     Mutation(
         "restore-of-an-altered-backup",

@@ -39,7 +39,7 @@ MUTATIONS = (
     Mutation(
         "a-second-server-beside-a-hung-one",
         "lmcache_persist/cli/connection.py",
-        "    holder = _holder(root) if root is not None and reason in _UNHEARD else None\n",
+        "    holder = _holder(root)\n",
         "    holder = None\n",
         (_CONNECTION + "test_a_hung_server_is_named_with_its_process",),
     ),
