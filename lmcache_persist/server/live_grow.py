@@ -50,6 +50,7 @@ class LiveGrow:
             ConfigError: the capacity is less than the store's, or none.
             StoreBusy: the store grows to another one; or reads and writes did not let it in.
             DiskTooSmall: there is no such room; both numbers are named.
+            StoreGone: the data dir does not hold the file that is in use any more.
             StoreError: the disk failed.
         """
         last = self._last
@@ -144,6 +145,7 @@ class _Growth:
 
     def _grow(self) -> int:
         disk = self._state.disk
+        self._state.files.require()
         if self.capacity_bytes > self.before_bytes:
             self._available_bytes = self._available()
             disk.allocate(self.capacity_bytes, self._on_piece)
@@ -177,12 +179,17 @@ class _Growth:
     def _take_into_use(self) -> None:
         until_s = time.monotonic() + GIVE_UP_S
         disk, writer = self._state.disk, self._state.writer
+
+        def grow() -> None:
+            self._state.files.require()
+            disk.grow(self.capacity_bytes, over_bytes=self._over())
+
         while True:
             # Not on the writer: commits go on while a read hangs.
             if not disk.reads_end(max(0.0, until_s - time.monotonic())):
                 raise _not_let_in("read")
             self._check_stop()
-            task = writer.run(lambda: disk.grow(self.capacity_bytes, over_bytes=self._over()))
+            task = writer.run(grow)
             try:
                 self._wait_for(task, until_s)
             except StoreBusy:

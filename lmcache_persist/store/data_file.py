@@ -194,7 +194,9 @@ def preallocate(path: Path, length_bytes: int) -> None:
         _allocate(path, fd, [(0, length_bytes)], os.fstat(fd).st_size, lambda done: None)
 
 
-def extend(path: Path, held_bytes: int, length_bytes: int, on_piece: Callable[[int], None]) -> None:
+def extend(
+    path: Path, in_use: int, held_bytes: int, length_bytes: int, on_piece: Callable[[int], None]
+) -> None:
     """As :func:`preallocate`, for a file of which the first ``held_bytes`` are mapped.
 
     Those are left alone: where the file system cannot allocate, the C library reads and
@@ -203,7 +205,8 @@ def extend(path: Path, held_bytes: int, length_bytes: int, on_piece: Callable[[i
 
     Args:
         path: the file.
-        held_bytes: in use; what is behind them, of an earlier try, is cut off on a failure.
+        in_use: a descriptor of it: another one that took its place is left alone.
+        held_bytes: of it are mapped; a failure cuts off what is behind them, of earlier tries too.
         length_bytes: to be had in the end.
         on_piece: told the bytes allocated so far; what it raises ends it like a full disk.
 
@@ -215,6 +218,7 @@ def extend(path: Path, held_bytes: int, length_bytes: int, on_piece: Callable[[i
     starts = range(held_bytes, length_bytes, _PIECE_BYTES)
     pieces = [(start, min(_PIECE_BYTES, length_bytes - start)) for start in starts]
     with _opened(path) as fd:
+        _require_same(path, fd, in_use)
         _allocate(path, fd, pieces, held_bytes, on_piece)
 
 
@@ -263,13 +267,24 @@ def _allocate(
     sync_directory(path.parent)
 
 
-def cut_back(path: Path, length_bytes: int) -> None:
+def _require_same(path: Path, fd: int, in_use: int) -> None:
+    if not os.path.samestat(os.fstat(fd), os.fstat(in_use)):
+        raise StoreIOError(f"data file {path} is another file now than the one in use")
+
+
+def cut_back(path: Path, in_use: int, length_bytes: int) -> None:
     """Give back what a file has beyond ``length_bytes``, of which nothing may be mapped.
+
+    Args:
+        path: the file.
+        in_use: as for :func:`extend`.
+        length_bytes: that it keeps.
 
     Raises:
         StoreIOError: as said.
     """
     with _opened(path) as fd:
+        _require_same(path, fd, in_use)
         if os.fstat(fd).st_size > length_bytes:
             os.ftruncate(fd, length_bytes)
 

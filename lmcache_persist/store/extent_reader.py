@@ -112,6 +112,10 @@ class ExtentReader:
                 self._directory,
             )
 
+    def fileno(self) -> int:
+        """A descriptor of the data file, for reading."""
+        return self._fd
+
     @property
     def direct(self) -> bool:
         """Whether reads bypass the map."""

@@ -65,7 +65,8 @@ class GrowsInUse:
 
         with mapping_errors("the store cannot grow"):
             data_file.check_room(self.directory, capacity_bytes - self.capacity_bytes)
-            data_file.extend(path, self.capacity_bytes, capacity_bytes, piece)
+            in_use = self._reader.fileno()
+            data_file.extend(path, in_use, self.capacity_bytes, capacity_bytes, piece)
             try:
                 _try_map(path, capacity_bytes)
             except BaseException:
@@ -76,7 +77,8 @@ class GrowsInUse:
     def give_back(self) -> None:
         """See :meth:`DiskTier.give_back`; if that fails, the next start does it."""
         try:
-            data_file.cut_back(self.directory / data_file.DATA_NAME, self.capacity_bytes)
+            path = self.directory / data_file.DATA_NAME
+            data_file.cut_back(path, self._reader.fileno(), self.capacity_bytes)
         except StoreError as error:
             logger.warning("the next start of the store gives room back: %s", error)
 
@@ -91,7 +93,7 @@ class GrowsInUse:
 
     def _move_map(self, budget: capacity.PageBudget) -> None:
         capacity_bytes = budget.total * budget.page_bytes
-        check_allocated(self.directory, capacity_bytes)
+        check_allocated(self._reader.fileno(), capacity_bytes)
         with self._reader.nobody_reading(QUIET_S):
             self._map_lost = True
             move_map(self._env, capacity_bytes)
@@ -116,17 +118,16 @@ def _try_map(path: Path, capacity_bytes: int) -> None:
         os.close(fd)
 
 
-def check_allocated(directory: Path, capacity_bytes: int) -> None:
+def check_allocated(fd: int, capacity_bytes: int) -> None:
     """Refuse to map a file that is shorter: LMDB would lengthen it, without any blocks.
 
     Raises:
         StoreIOError: as said.
     """
-    path = directory / data_file.DATA_NAME
     with mapping_errors("the store cannot grow"):
-        found = path.stat().st_size
+        found = os.fstat(fd).st_size
     if found < capacity_bytes:
-        raise StoreIOError(f"data file {path} has {found} bytes, expected {capacity_bytes}")
+        raise StoreIOError(f"the data file has {found} bytes, expected {capacity_bytes}")
 
 
 def move_map(env: lmdb.Environment, capacity_bytes: int) -> None:

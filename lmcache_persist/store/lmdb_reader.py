@@ -142,6 +142,10 @@ class StoreReader:
                 self._held_up = False
                 self._state.notify_all()
 
+    def fileno(self) -> int:
+        """A descriptor of the data file that is mapped, whatever is at its path by now."""
+        return self._extents.fileno()
+
     def moved(self, budget: capacity.PageBudget) -> None:
         """Find one's way in a map that has another place and size; within :meth:`nobody_reading`.
 

@@ -121,6 +121,12 @@ def test_what_a_live_server_cannot_do_is_refused(server: ServerProcess) -> None:
     assert size_of(server.data_dir) == before
     assert hits(server, 10) == 10 * 256
     assert fetch_problems(server) == []
+    folder = server.data_dir / "store"
+    folder.rename(server.data_dir / "away")
+    code, _, err = cli_here("resize", root, "--capacity", "80MiB")
+    assert (code, "store_gone" in err) == (6, True)
+    (server.data_dir / "away").rename(folder)
+    assert size_of(server.data_dir) == before
     grow(server.data_dir, "80MiB")
 
 

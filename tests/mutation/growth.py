@@ -69,6 +69,13 @@ MUTATIONS = (
         (f"{GROW}test_a_file_without_its_blocks_is_not_mapped",),
     ),
     Mutation(
+        "grows-somebody-elses-file",
+        _STORE + "data_file.py",
+        "    if not os.path.samestat(os.fstat(fd), os.fstat(in_use)):\n",
+        "    if False:\n",
+        (f"{GROW}test_another_file_in_its_place_is_left_alone",),
+    ),
+    Mutation(
         "unmaps-before-it-knows",
         _STORE + "lmdb_grow.py",
         "                _try_map(path, capacity_bytes)\n",
@@ -109,6 +116,13 @@ MUTATIONS = (
         "        except StoreError:\n",
         "        except PersistError:\n",
         (f"{LIVE}test_a_stop_ends_a_growth",),
+    ),
+    Mutation(
+        "grows-a-store-that-is-gone",
+        _LIVE,
+        "        self._state.files.require()\n        if",
+        "        if",
+        (f"{LIVE}test_what_a_live_server_cannot_do_is_refused",),
     ),
     Mutation(
         "two-growths-at-once",

@@ -188,6 +188,24 @@ def test_a_file_without_its_blocks_is_not_mapped(disk: LmdbDisk) -> None:
     assert_reads_back(disk, WRITES)
 
 
+def test_another_file_in_its_place_is_left_alone(disk: LmdbDisk, directory: Path) -> None:
+    """Neither lengthened nor cut: what is mapped is the file that was opened."""
+    path, away = directory / "data.mdb", directory / "away"
+    path.rename(away)
+    path.write_bytes(b"somebody else's" * 5_000_000)
+    others = length(directory)
+    with pytest.raises(StoreIOError, match="another file"):
+        disk.allocate(2 * AFTER, nothing)
+    os.truncate(path, 2 * AFTER)
+    with pytest.raises(StoreIOError, match=f"has {BEFORE} bytes"):
+        disk.grow(2 * AFTER)
+    disk.give_back()
+    assert (length(directory), others > BEFORE) == (2 * AFTER, True)
+    away.rename(path)
+    grow(disk)
+    assert_reads_back(disk, WRITES)
+
+
 def test_a_read_in_progress_keeps_the_map(
     disk: LmdbDisk, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +330,7 @@ def lose_the_map(directory: Path) -> None:
     disk.close()
 
 
-def nothing_to_check(directory: Path, capacity_bytes: int) -> None:
+def nothing_to_check(fd: int, capacity_bytes: int) -> None:
     """The file is as long as it has to be."""
 
 
