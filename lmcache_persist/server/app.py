@@ -1,8 +1,9 @@
 """A server from start to end.
 
-Order of a start: look at settings and data dir -> lock -> judge what is on disk -> open
-manifest and store -> bind if the size is fixed -> pool -> socket -> ``ready``. Whatever is
-refused is refused before anything was changed. Order of a stop: no more messages -> what
+Order of a start: look at settings and data dir -> lock -> judge what is on disk -> room,
+addresses, pool -> open manifest and store -> bind if the size is fixed -> sockets -> the
+start's row -> ``ready``. What can be refused is refused before the data dir is changed: up
+to the pool it is only the lock file that says who starts. Order of a stop: no more messages -> what
 is committed is written, for a bounded time -> clean marks -> pool removed.
 """
 
@@ -15,12 +16,13 @@ import secrets
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from lmcache_persist import __version__
 from lmcache_persist.binding import Binding
 from lmcache_persist.config import Settings
 from lmcache_persist.datadir import (
+    DataDir,
     DataDirLock,
     Holder,
     Modes,
@@ -36,13 +38,15 @@ from lmcache_persist.server import (
     converge,
     crashes,
     logs,
+    opening,
     recovery,
     reset,
     rights,
 )
 from lmcache_persist.server.assembly import assemble
-from lmcache_persist.server.binder import settle, start_candidate
+from lmcache_persist.server.binder import check_start_size, settle, start_candidate
 from lmcache_persist.server.first_start import FirstStart
+from lmcache_persist.server.loop import check_free
 from lmcache_persist.server.losses import objects_amount
 from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.server.state import utc_now
@@ -109,22 +113,45 @@ def serve(settings: Settings) -> int:
             condemned=crashes.keeps_crashing(paths),
             mends=True,
         )
-        decision = recovery.decide(found, settings)
+        decision = recovery.with_uuid(recovery.decide(found, settings), found)
         settings = _with_capacity(settings, found)
-        # From here on things are changed. Who starts is said first: the pool may take a while.
-        boot = Holder.of_process(
-            boot_id=secrets.token_hex(16), endpoint=settings.listen, started_at=utc_now()
-        )
-        with contextlib.ExitStack() as stack:
-            first = _first_server(settings, boot, decision.binding, stack)
-            ballast.give_up_if_full(paths)
-            lock.announce(boot)
-            crash_log = crashes.watch(paths, anew=decision.set_aside)
-            stack.callback(crashes.unwatch, crash_log)
-            manifest = stack.enter_context(contextlib.closing(Manifest.open(paths.manifest)))
-            return _serve_data_dir(
-                settings, first_start, lock, boot, manifest, decision, crash_log, first
-            )
+        recovery.check_room(found, paths, settings)
+        return _start(settings, first_start, lock, decision)
+
+
+def _start(
+    settings: Settings, first_start: FirstStart, lock: DataDirLock, decision: recovery.Decision
+) -> int:
+    """The rest of a start, from the last things that may refuse it on; serves."""
+    paths = lock.data_dir
+    boot = Holder.of_process(
+        boot_id=secrets.token_hex(16), endpoint=settings.listen, started_at=utc_now()
+    )
+    with contextlib.ExitStack() as stack:
+        first = _first_server(settings, boot, decision.binding, stack)
+        if decision.binding is None:
+            check_start_size(settings, first)
+        http = _http(settings, stack)
+        check_free(settings.listen)
+        # Who starts is said now: the pool may take a while.
+        lock.announce(boot)
+        pool = _pool(settings, decision.store_uuid)
+        stack.callback(pool.close, remove=True)
+        # From here on the data dir is changed.
+        ballast.give_up_if_full(paths)
+        manifest = stack.enter_context(contextlib.closing(Manifest.open(paths.manifest)))
+        crash_log = crashes.watch(paths, anew=decision.set_aside)
+        stack.callback(crashes.unwatch, crash_log)
+        disk, binding = _disk(settings, paths, decision, manifest, first)
+        try:
+            server = Server(settings, first_start, lock, boot, manifest, disk, pool, http)
+        except BaseException:
+            disk.close()
+            raise
+        server.state.binding = binding
+        server.service.converge(first)
+        server.state.writer.on_damage = lambda text: crashes.note_damage(crash_log, text)
+        return server.run()
 
 
 def _with_capacity(settings: Settings, found: recovery.Found) -> Settings:
@@ -172,34 +199,43 @@ def _first_server(
     return first
 
 
-def _serve_data_dir(
+def _http(settings: Settings, stack: contextlib.ExitStack) -> HttpServer | None:
+    """Where the pages are to be, taken and not yet answering."""
+    if settings.http is None:
+        return None
+    # Prometheus costs a start 0.1 s: only those who ask for it pay.
+    from lmcache_persist.server.http import HttpServer
+
+    http = HttpServer(settings.http)
+    stack.callback(http.close)
+    return http
+
+
+def _pool(settings: Settings, store_uuid: str | None) -> Pool:
+    if store_uuid is None:
+        raise ValueError("a store that is to be opened has a uuid")
+    return Pool.create(
+        PoolPaths.of(settings.pool_dir, store_uuid),
+        settings.pool_size_bytes,
+        wait_s=settings.pool_wait_s,
+        group_gid=settings.group_id,
+        on_wait=lambda text: log.warning("%s", text),
+    )
+
+
+def _disk(
     settings: Settings,
-    first_start: FirstStart,
-    lock: DataDirLock,
-    boot: Holder,
-    manifest: Manifest,
+    paths: DataDir,
     decision: recovery.Decision,
-    crash_log: TextIO,
+    manifest: Manifest,
     first: Upstream | None,
-) -> int:
-    paths = first_start.paths
-    disk = recovery.carry_out(decision, paths, settings, manifest)
+) -> tuple[LmdbDisk, Binding | None]:
+    """The store, opened for writing; and the binding, if the size is known at a start."""
+    binding = decision.binding
+    disk = opening.carry_out(decision, paths, settings, manifest)
     try:
         rights.settle(paths, Modes.of(settings.group_id))
-        pool = Pool.create(
-            PoolPaths.of(settings.pool_dir, disk.uuid),
-            settings.pool_size_bytes,
-            wait_s=settings.pool_wait_s,
-            group_gid=settings.group_id,
-            on_wait=lambda text: log.warning("%s", text),
-        )
-    except BaseException:
-        disk.close()
-        raise
-    ballast.take(paths)
-    try:
-        # Last of all, so that a start that is refused for want of room binds nothing.
-        binding = decision.binding
+        ballast.take(paths)
         if binding is None:
             candidate = start_candidate(settings, disk, first)
             if candidate is not None:
@@ -207,13 +243,8 @@ def _serve_data_dir(
                 log.info("bound to chunk size %d by %s", binding.chunk_size, binding.winner)
     except BaseException:
         disk.close()
-        pool.close(remove=True)
         raise
-    server = Server(settings, first_start, lock, boot, manifest, disk, pool)
-    server.state.binding = binding
-    server.service.converge(first)
-    server.state.writer.on_damage = lambda text: crashes.note_damage(crash_log, text)
-    return server.run()
+    return disk, binding
 
 
 def _say_ready(endpoint: str) -> None:
@@ -238,11 +269,12 @@ class Server:
         manifest: Manifest,
         disk: LmdbDisk,
         pool: Pool,
+        http: HttpServer | None,
     ) -> None:
         self._settings = settings
         self._first_start = first_start
         self._lock = lock
-        self._http: HttpServer | None = None
+        self._http = http
         self._start_recorded = False
         files = OwnFiles.of(lock.data_dir)
         self.state, self.service, self.loop = assemble(
@@ -254,7 +286,6 @@ class Server:
         state = self.state
         clean = False
         try:
-            self._record_start()
             state.endpoint = self.loop.listen(self._settings.listen)
             self._socket_mode()
             self._lock.announce(
@@ -262,11 +293,10 @@ class Server:
                     boot_id=state.boot_id, endpoint=state.endpoint, started_at=state.started_at
                 )
             )
-            if self._settings.http is not None:
-                # Prometheus costs a start 0.1 s: only those who ask for it pay.
-                from lmcache_persist.server.http import HttpServer
-
-                self._http = HttpServer(self._settings.http, self.service)
+            if self._http is not None:
+                self._http.start(self.service)
+            # What may be refused was not: only now this counts as a start.
+            self._record_start()
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: self.loop.stop())
             self._first_start.served()

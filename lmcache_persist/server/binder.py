@@ -35,22 +35,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def start_candidate(settings: Settings, disk: DiskTier, first: Upstream | None) -> Binding | None:
-    """The binding that a start asks for, None to wait for an engine.
+def check_start_size(settings: Settings, first: Upstream | None) -> tuple[int, str] | None:
+    """The size that a start asks for, and who says so; None to wait for an engine.
 
     Args:
         settings: for ``--chunk-size N``.
-        disk: to be bound.
         first: the server whose size is taken, asked before.
 
     Raises:
         AlignmentTooLarge: the size is above the maximum.
     """
     if settings.chunk_size is not None:
-        return _fixed(settings, disk, settings.chunk_size, "--chunk-size")
+        return _check_size(settings, settings.chunk_size, "--chunk-size")
     if first is not None and first.seen is not None and first.seen.chunk_size is not None:
-        return adopted_candidate(settings, disk, first.seen.chunk_size)
+        return _check_size(settings, first.seen.chunk_size, _source(settings))
     return None
+
+
+def start_candidate(settings: Settings, disk: DiskTier, first: Upstream | None) -> Binding | None:
+    """The binding that a start asks for; arguments and errors as :func:`check_start_size`."""
+    wanted = check_start_size(settings, first)
+    return None if wanted is None else _fixed(disk, *wanted)
 
 
 def adopted_candidate(settings: Settings, disk: DiskTier, size: int) -> Binding:
@@ -59,16 +64,24 @@ def adopted_candidate(settings: Settings, disk: DiskTier, size: int) -> Binding:
     Raises:
         AlignmentTooLarge: it is above the maximum.
     """
-    return _fixed(settings, disk, size, f"--chunk-size-from {settings.chunk_size_from}")
+    return _fixed(disk, *_check_size(settings, size, _source(settings)))
 
 
-def _fixed(settings: Settings, disk: DiskTier, size: int, source: str) -> Binding:
+def _source(settings: Settings) -> str:
+    return f"--chunk-size-from {settings.chunk_size_from}"
+
+
+def _check_size(settings: Settings, size: int, source: str) -> tuple[int, str]:
     geometry.check_base_chunk_size(size)
     if size > settings.max_chunk_size:
         raise AlignmentTooLarge(
             f"{source} is {size}, above the maximum of {settings.max_chunk_size}",
             hint="choose a smaller one, or raise --max-chunk-size",
         )
+    return size, source
+
+
+def _fixed(disk: DiskTier, size: int, source: str) -> Binding:
     return _candidate(disk, size, size, size, MODE_FIXED, source)
 
 

@@ -1,8 +1,8 @@
-"""A start on a data dir that no server had before: refused, it leaves nothing.
+"""What a start made that is refused in the end: taken back, under the data dir's lock.
 
-What a refusal must not touch is there before the start; what the start itself made until
-then is taken back here, under the data dir's lock. A start that is killed in between
-leaves an empty, unbound data dir, which the next one takes.
+What was there before stays, whatever it is. A data dir that no server had before is left
+as it was, or not there; in an old one that lacks a store, none is left. A first start that
+is killed in between leaves an empty, unbound data dir, which the next one takes.
 """
 
 from __future__ import annotations
@@ -62,29 +62,36 @@ class FirstStart:
     @contextlib.contextmanager
     def undone_if_refused(self) -> Iterator[None]:
         """Around a start that holds the data dir's lock."""
-        new = not self.has_lock and not any(map(os.path.lexists, self._own()))
+        before = self._own()
         try:
             yield
         except PersistError:
-            if new and not self._served:
-                self._undo()
+            if not self._served:
+                self._undo(before)
             raise
 
     def _own(self) -> list[Path]:
+        """What a start makes, as far as it is there."""
         paths = self.paths
         names = [paths.crash_log, paths.ballast, paths.resetting, paths.store]
-        return [*names, *files.files_of(paths.manifest)]
+        return [*filter(os.path.lexists, names), *files.files_of(paths.manifest)]
 
-    def _undo(self) -> None:
+    def _undo(self, before: list[Path]) -> None:
         """Remove what is ours; what somebody else put beside it stays, and so its folder."""
+        if any(path in before for path in files.files_of(self.paths.manifest)):
+            # What SQLite puts beside a manifest is part of it.
+            before = [*before, *files.files_of(self.paths.manifest)]
         try:
             for path in self._own():
+                if path in before:
+                    continue
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            # Whoever waits for it looks whether the file is still the same.
-            self.paths.lock.unlink(missing_ok=True)
+            if not self.has_lock:
+                # Whoever waits for it looks whether the file is still the same.
+                self.paths.lock.unlink(missing_ok=True)
             if self.mode is not None:
                 os.chmod(self.paths.root, self.mode)
             for folder in self.missing:

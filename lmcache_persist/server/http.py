@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import BaseServer, TCPServer
@@ -36,14 +37,40 @@ JSON = "application/json"
 
 
 class HttpServer:
-    """Serves ``/metrics``, ``/healthz``, ``/readyz`` on threads of its own.
+    """Serves ``/metrics``, ``/healthz``, ``/readyz`` on threads of its own, once started.
 
     Raises:
         ConfigError: the address cannot be had.
     """
 
-    def __init__(self, address: str, service: Service) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._thread: threading.Thread | None = None
         host, _, port = address.rpartition(":")
+        with self._had():
+            self._server = _Server((host.strip("[]"), int(port)), _Handler, bind_and_activate=False)
+            try:
+                self._server.server_bind()
+            except OSError:
+                self._server.server_close()
+                raise
+
+    @contextlib.contextmanager
+    def _had(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at http {self._address}: {error.strerror}",
+                hint="choose another --http HOST:PORT",
+            ) from error
+
+    def start(self, service: Service) -> None:
+        """Answer from now on.
+
+        Raises:
+            ConfigError: somebody else listens there meanwhile.
+        """
         registry = CollectorRegistry()
         registry.register(ServerCollector(service.stats))
         ProcessCollector(registry=registry)
@@ -60,13 +87,9 @@ class HttpServer:
                     return health_answer("ready", service.readiness())
                 return 404, "text/plain", b"try /metrics, /healthz or /readyz\n"
 
-        try:
-            self._server = _Server((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen at http {address}: {error.strerror}",
-                hint="choose another --http HOST:PORT",
-            ) from error
+        self._server.RequestHandlerClass = Handler
+        with self._had():
+            self._server.server_activate()
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 
@@ -76,8 +99,10 @@ class HttpServer:
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
+        """Stop answering; repeatable."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread = None
         self._server.server_close()
 
 
@@ -93,12 +118,14 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+    def __init__(
+        self, address: tuple[str, int], handler: type[_Handler], *, bind_and_activate: bool
+    ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self._lock = threading.Lock()
         self._open: dict[int, socket.socket] = {}  # the oldest first
-        super().__init__(address, handler)
+        super().__init__(address, handler, bind_and_activate)
 
     def server_bind(self) -> None:
         """Bind, without asking the DNS for a name that nobody wants to know."""

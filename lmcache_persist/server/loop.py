@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import time
 import traceback
 from collections.abc import Callable
@@ -74,15 +75,11 @@ class Loop:
             ConfigError: the endpoint cannot be had.
         """
         if endpoint.startswith("ipc://"):
-            _clear_socket(endpoint.removeprefix("ipc://"))
-        # Only then: a dual-stack socket would call 127.0.0.1 by another name.
-        self._socket.setsockopt(zmq.IPV6, int(parse_endpoint(endpoint).ipv6))
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen at {endpoint}: {error.strerror}", hint="choose another --listen"
-            ) from error
+            path = endpoint.removeprefix("ipc://")
+            _check_socket(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        _bind(self._socket, endpoint)
         url = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._socket_path = url.removeprefix("ipc://") if url.startswith("ipc://") else ""
         return url
@@ -197,19 +194,57 @@ def _place(error: Exception) -> tuple[str, int]:
     return frame[0].f_code.co_filename, frame[1]
 
 
-def _clear_socket(path: str) -> None:
-    """Remove a dead server's socket; ``bind`` would silently take a living one's, too.
+def check_free(endpoint: str) -> None:
+    """Refuse an endpoint that :meth:`Loop.listen` could not have; changes nothing.
 
     Raises:
-        ConfigError: somebody listens there.
+        ConfigError: somebody listens there, or nobody can.
     """
+    if endpoint.startswith("ipc://"):
+        _check_socket(endpoint.removeprefix("ipc://"))
+        return
+    context = zmq.Context(io_threads=1)
+    try:
+        with context.socket(zmq.ROUTER) as probe:
+            _bind(probe, endpoint)
+    finally:
+        context.destroy(linger=0)
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    # Only then: a dual-stack socket would call 127.0.0.1 by another name.
+    socket.setsockopt(zmq.IPV6, int(parse_endpoint(endpoint).ipv6))
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot listen at {endpoint}: {error.strerror}", hint="choose another --listen"
+        ) from error
+
+
+def _check_socket(path: str) -> None:
+    """Whether a socket can be made there; a dead server's may be in the way.
+
+    ``bind`` would silently take a living one's.
+
+    Raises:
+        ConfigError: somebody listens there, it is no socket, or its folder takes none.
+    """
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"socket {path} cannot be made: {folder} is no folder that uid {os.geteuid()} can"
+            " write",
+            hint="make that folder, or choose another --listen",
+        )
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"{path} is no socket", hint="choose another --listen")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
             return
         except OSError as error:
             raise ConfigError(

@@ -403,6 +403,11 @@ def aside_of(directory: Path) -> Path:
     return directory.with_name(directory.name + DAMAGED_SUFFIX)
 
 
+def has_set_aside(directory: Path) -> bool:
+    """Whether a damaged store is kept beside ``directory``."""
+    return aside_of(directory).exists()
+
+
 def discard_set_aside(directory: Path) -> Path | None:
     """Remove what :func:`set_aside` kept beside ``directory``; None if there is nothing.
 

@@ -126,7 +126,9 @@ class Pool:
         return False
 
     def close(self, *, remove: bool) -> None:
-        """Drop the mapping and, on a clean stop, remove the files."""
+        """Drop the mapping and, on a clean stop, remove the files; repeatable."""
+        if self._lock_fd < 0:
+            return
         self._whole.release()
         try:
             self._map.close()
@@ -139,6 +141,7 @@ class Pool:
             shutil.rmtree(self.paths.clients, ignore_errors=True)
             self.paths.server_lock.unlink(missing_ok=True)
         os.close(self._lock_fd)
+        self._lock_fd = -1
 
 
 def sweep_dead_pools(folder: Path) -> None:

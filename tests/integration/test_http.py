@@ -280,7 +280,8 @@ def test_other_pages_methods_and_crowds(
     with urllib.request.urlopen(head, timeout=10) as answer:
         assert (answer.status, answer.read()) == (200, b"")
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-    small = http.HttpServer("127.0.0.1:0", server.service)
+    small = http.HttpServer("127.0.0.1:0")
+    small.start(server.service)
     idle = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(4)]
     for one in idle[:2]:
         one.settimeout(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 from collections import Counter
@@ -311,6 +312,60 @@ def test_a_refused_start_of_an_old_data_dir_takes_nothing_away(make_server: Make
     assert status == 5
     assert "[pool_too_small]" in log
     assert {path.name for path in server.data_dir.rglob("*")} == names
+
+
+def test_a_refused_start_of_an_old_data_dir_changes_no_byte(
+    make_server: MakeServer, root: Path
+) -> None:
+    """An address or memory that is not to be had: no start is noted, nothing opened to write."""
+    other = make_server("--listen", "tcp://127.0.0.1:0", name="other").start()
+    old = make_server("--chunk-size", "544", name="old").start()
+    assert old.terminate() == 0
+    (root / "plain").write_text("not a socket")
+    before, command = snapshot(old.data_dir), list(old.command)
+    with socket.create_server(("127.0.0.1", 0)) as web, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(root / "taken"))
+        unix.listen()
+        for flags in (
+            ("--http", f"127.0.0.1:{web.getsockname()[1]}"),
+            ("--listen", f"ipc://{root}/taken"),
+            ("--listen", other.url),
+            ("--listen", f"ipc://{root}/nowhere/s"),
+            ("--listen", f"ipc://{root}/plain"),
+            ("--capacity", "32TiB"),
+            ("--capacity", "16MiB"),
+            ("--pool-size", "32TiB"),
+        ):
+            old.command = [*command, *flags]
+            status, log = old.refused()
+            assert status in (2, 5), flags
+            assert "error: " in log, flags
+            after = snapshot(old.data_dir)
+            if flags[0] == "--pool-size":
+                # It may take a while, so it says who starts; and takes that back.
+                assert after["server.lock"][2] == before["server.lock"][2]
+                after["server.lock"] = before["server.lock"]
+            assert after == before, flags
+    assert (root / "plain").read_text() == "not a socket"
+    assert len(inspect(old.data_dir)["boots"]) == 1
+
+
+def test_a_copy_without_its_store_gets_none_while_the_first_is_served(
+    make_server: MakeServer, root: Path
+) -> None:
+    """The pool of the same store says no before a store is made; what was made is taken back."""
+    first = make_server().start()
+    assert negotiate(first, "544")[0] == 0
+    copy = make_server(name="copy", pool_dir=first.pool_dir)
+    copy.data_dir.mkdir(mode=0o700)
+    first.terminate()
+    shutil.copy2(first.data_dir / "manifest.sqlite", copy.data_dir)
+    first.start()
+    before = snapshot(copy.data_dir)
+    status, log = copy.refused()
+    assert status == 5
+    assert "[data_dir_locked]" in log
+    assert snapshot(copy.data_dir) == before
 
 
 def test_left_over_bytes_without_their_manifest_are_refused(make_server: MakeServer) -> None:

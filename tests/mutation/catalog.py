@@ -162,7 +162,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rebind-not-completed",
-        "lmcache_persist/server/recovery.py",
+        "lmcache_persist/server/opening.py",
         "        manifest.rebind(decision.replaces, decision.binding)\n",
         "        pass\n",
         (REBIND_CRASH + "test_a_rebind_is_all_or_nothing",),

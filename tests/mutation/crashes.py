@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "damage-at-opening-ends-the-start",
-        _SERVER + "recovery.py",
+        _SERVER + "opening.py",
         "        if decision.binding is None:\n            error.hint",
         "        if True:\n            error.hint",
         (_DAMAGE + "test_what_cannot_be_mended_is_set_aside",),
@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "set-aside-keeps-its-room",
-        _SERVER + "recovery.py",
+        _SERVER + "opening.py",
         "        if gone is None:\n            raise\n",
         "        raise\n",
         (_DAMAGE + "test_one_store_is_kept_aside_and_makes_room_when_needed",),
@@ -133,7 +133,7 @@ MUTATIONS = (
     Mutation(
         "no-ballast",
         _SERVER + "app.py",
-        "            ballast.give_up_if_full(paths)\n",
+        "        ballast.give_up_if_full(paths)\n",
         "",
         (_FULL + "test_the_room_for_a_restart_is_kept",),
     ),

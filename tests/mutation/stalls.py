@@ -13,6 +13,20 @@ _HTTP = "tests/integration/test_hostile_http.py::"
 
 MUTATIONS = (
     Mutation(
+        "refused-for-its-address-too-late",
+        _SERVER + "app.py",
+        "        check_free(settings.listen)\n",
+        "",
+        (_REFUSALS + "test_a_refused_start_of_an_old_data_dir_changes_no_byte",),
+    ),
+    Mutation(
+        "a-file-in-the-socket's-place-is-removed",
+        _SERVER + "loop.py",
+        "if not stat.S_ISSOCK(os.stat(path).st_mode):",
+        "if False:",
+        (_REFUSALS + "test_a_refused_start_of_an_old_data_dir_changes_no_byte",),
+    ),
+    Mutation(
         "durable-in-a-file-that-is-gone",
         "lmcache_persist/store/writer.py",
         "            if self._in_place():\n                outcome = written",
@@ -109,15 +123,15 @@ MUTATIONS = (
     Mutation(
         "refused-first-start-leaves-files",
         _SERVER + "first_start.py",
-        "                self._undo()\n",
+        "                self._undo(before)\n",
         "                pass\n",
         (_REFUSALS + "test_a_refused_first_start_leaves_nothing",),
     ),
     Mutation(
         "refused-start-takes-old-files",
         _SERVER + "first_start.py",
-        "new = not self.has_lock and not any(map(os.path.lexists, self._own()))",
-        "new = True",
+        "                if path in before:\n",
+        "                if False:\n",
         (_REFUSALS + "test_a_refused_start_of_an_old_data_dir_takes_nothing_away",),
     ),
     Mutation(
@@ -130,8 +144,8 @@ MUTATIONS = (
     Mutation(
         "first-run-taken-back",
         _SERVER + "first_start.py",
-        "if new and not self._served:",
-        "if new:",
+        "if not self._served:",
+        "if True:",
         ("tests/unit/server/test_first_start.py::test_once_it_served_everything_stays",),
     ),
     Mutation(

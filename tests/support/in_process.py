@@ -96,7 +96,8 @@ def local_server(folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[LocalSe
     files = OwnFiles(paths.root, [paths.manifest])
     state, service, loop = assemble(settings, "b" * 32, manifest, disk, pool, files)
     url = loop.listen(settings.listen)
-    http = HttpServer("127.0.0.1:0", service)
+    http = HttpServer("127.0.0.1:0")
+    http.start(service)
     thread = threading.Thread(target=loop.run, name="loop", daemon=True)
     thread.start()
     # Locks of the own process look free to it: here the clients live as long as they say.
