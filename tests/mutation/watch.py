@@ -179,4 +179,18 @@ MUTATIONS = (
         "",
         ("tests/integration/test_terminals.py::test_top_follows_a_terminal_that_is_resized",),
     ),
+    Mutation(
+        "interrupts-in-imports-are-tracebacks",
+        "lmcache_persist/cli/__init__.py",
+        "\n        end_at_once()\n",
+        "\n        del end_at_once\n",
+        ("tests/integration/test_interrupt.py",),
+    ),
+    Mutation(
+        "nobody-looks-for-a-server-that-went",
+        "lmcache_persist/connector/calls.py",
+        "raise session.missing()",
+        "raise session.unreachable()",
+        ("tests/unit/connector/test_reconnect.py::test_a_server_that_went_is_looked_for",),
+    ),
 )
