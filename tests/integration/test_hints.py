@@ -7,15 +7,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from lmcache_persist import hashing
+from lmcache_persist.server.converge import disagreement
+from lmcache_persist.server.upstream import Seen, Upstream
 from lmcache_persist.store import data_file
 from support import mounts
 from support.altering import alter_chunk
 from support.data_dirs import key_of, make, records_of
 from support.files import snapshot
 from support.hints import commands, follow, hint_of
+from support.manifest import binding
 from support.server import ServerProcess
 from support.verbs import in_process, quiet
 from support.waiting import wait_until
@@ -281,6 +287,18 @@ def test_a_read_only_mount_is_named_by_every_verb(root: Path) -> None:
 
 
 # -- the data dir is named ---------------------------------------------------------------------
+
+
+def test_a_disagreement_ends_with_the_hints_rebind(data_dir: Path) -> None:
+    """With the size of the first server, which it names, both agree."""
+    first = cast(Upstream, SimpleNamespace(url="ipc:///first"))
+    held = in_process("inspect", str(data_dir))[1]["binding"]
+    seen = Seen(640, hashing.boundary_id(640))
+    error = disagreement(first, seen, binding(held["chunk_size"]), data_dir)
+    assert error.hint is not None
+    assert follow(error.hint, "--yes")[0] == 0
+    found = in_process("inspect", str(data_dir))[1]["binding"]
+    assert found["boundary_id"] == seen.boundary_id
 
 
 def test_a_prune_of_everything_is_a_reset_by_the_hint(data_dir: Path) -> None:
