@@ -355,10 +355,14 @@ class Settings:
         return {setting.name: _text(setting, getattr(self, setting.field)) for setting in SETTINGS}
 
     def describe(self) -> list[str]:
-        """Lines ``name = value (source)``, for printing once at start."""
+        """Lines ``name = value (source)``, for printing once at start.
+
+        Without a capacity that nobody set: what it is only the store can tell.
+        """
         return [
             f"{setting.name} = {text or '-'} ({self._source(setting)})"
             for setting, text in zip(SETTINGS, self.effective().values(), strict=True)
+            if setting.name != "capacity" or self.capacity_is_set
         ]
 
     def where(self, name: str) -> str:

@@ -29,6 +29,7 @@ from lmcache_persist.errors import (
     ManifestUnreadable,
     PersistError,
 )
+from lmcache_persist.posix import lock_holders
 from lmcache_persist.printable import command
 
 FILE_MODE = 0o600
@@ -45,8 +46,10 @@ def map_sqlite_error(error: sqlite3.Error, path: Path) -> PersistError:
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        side = [path, path.with_name(path.name + "-shm"), path.with_name(path.name + WAL_SUFFIX)]
+        who = " and ".join(lock_holders(side)[:3]) or "another process"
         return ManifestBusy(
-            f"manifest {path} is locked by another process",
+            f"manifest {path} is locked by {who}",
             hint="wait for that process to finish, or end it, and try again",
         )
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

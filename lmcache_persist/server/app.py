@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -113,6 +114,7 @@ def serve(settings: Settings) -> int:
             condemned=crashes.keeps_crashing(paths),
             mends=True,
         )
+        recovery.warn_of_nothing(found, paths)
         decision = recovery.with_uuid(recovery.decide(found, settings), found)
         settings = _with_capacity(settings, found)
         recovery.check_room(found, paths, settings)
@@ -157,9 +159,10 @@ def _start(
 def _with_capacity(settings: Settings, found: recovery.Found) -> Settings:
     """With the size that the store is to have; says so where that is no setting, or another."""
     held = found.capacity_bytes
-    if held and not settings.capacity_is_set:
-        settings = settings.for_store(held)
-        log.info("setting capacity = %s (not set: the store keeps its size)", format_size(held))
+    if not settings.capacity_is_set:
+        settings = settings.for_store(held) if held else settings
+        source = "not set: the store keeps its size" if held else "default of a new store"
+        log.info("setting capacity = %s (%s)", format_size(settings.capacity_bytes), source)
     elif found.grown_over_bytes == settings.capacity_bytes < held:
         # Whoever grew it live may be asleep when the machine starts its services again.
         log.warning(
@@ -217,6 +220,7 @@ def _pool(settings: Settings, store_uuid: str | None) -> Pool:
     return Pool.create(
         PoolPaths.of(settings.pool_dir, store_uuid),
         settings.pool_size_bytes,
+        holder=f"pid {os.getpid()} on {socket.gethostname()}, data dir {settings.data_dir}",
         wait_s=settings.pool_wait_s,
         group_gid=settings.group_id,
         on_wait=lambda text: log.warning("%s", text),
@@ -241,9 +245,13 @@ def _disk(
             if candidate is not None:
                 binding = settle(manifest, disk, candidate)
                 log.info("bound to chunk size %d by %s", binding.chunk_size, binding.winner)
+        usage = disk.usage()
     except BaseException:
         disk.close()
         raise
+    if usage.stale_objects:
+        what = objects_amount(usage.stale_objects, usage.stale_bytes)
+        log.info("%s of another binding are removed bit by bit, while nothing is stored", what)
     return disk, binding
 
 
@@ -300,6 +308,7 @@ class Server:
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: self.loop.stop())
             self._first_start.served()
+            log.info("ready at %s", state.endpoint)
             _say_ready(state.endpoint)
             self.loop.run()
             clean = True

@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 32
 """Open at once, a thread each; one more costs the oldest its own: idle ones keep nobody out."""
 MAX_HEAD_BYTES = 16 << 10
 """Of a request."""
-JSON = "application/json"
+JSON, TEXT = "application/json", "text/plain"
 
 
 class HttpServer:
@@ -85,7 +85,7 @@ class HttpServer:
                     return health_answer("alive", service.liveness())
                 if path == "/readyz":
                     return health_answer("ready", service.readiness())
-                return 404, "text/plain", b"try /metrics, /healthz or /readyz\n"
+                return 404, TEXT, b"try /metrics, /healthz or /readyz\n"
 
         self._server.RequestHandlerClass = Handler
         with self._had():
@@ -155,6 +155,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT_S
+    error_message_format = "%(message)s\n"
+    error_content_type = TEXT
     server: BaseServer
 
     def setup(self) -> None:
@@ -180,6 +182,19 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         """As :meth:`do_GET`, without the body."""
         self.do_GET()
+
+    def _refuse(self) -> None:
+        """Answer a method that no page has."""
+        body = f"{self.command} is not for any page here, expected GET or HEAD\n".encode()
+        self.close_connection = True  # a body that nobody reads may follow
+        self.send_response(405)
+        self.send_header("Allow", "GET, HEAD")
+        self.send_header("Content-Type", TEXT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse  # noqa: N815
 
     def version_string(self) -> str:
         """Who serves, without versions of anything."""

@@ -90,8 +90,11 @@ class Loop:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
         while self._running:
-            ready = dict(poller.poll(math.ceil(1000 * self._state.timers.next_in_s(POLL_S))))
-            began_s = time.monotonic()
+            wait_ms = math.ceil(1000 * self._state.timers.next_in_s(POLL_S))
+            due_s = time.monotonic() + wait_ms / 1000
+            ready = dict(poller.poll(wait_ms))
+            # Who wakes up late was stopped, or got no processor: that is silence, too.
+            began_s = min(due_s, time.monotonic())
             if self._mailbox.fd in ready:
                 self._mailbox.drain(self._guard)
             if self._socket in ready:
@@ -100,7 +103,10 @@ class Loop:
             self._note(began_s)
 
     def _note(self, began_s: float) -> None:
-        """Nobody is answered during a turn: a long one is a defect, ours or the machine's."""
+        """Nobody is answered during a turn: a long one is a defect, ours or the machine's.
+
+        The monotonic clock stands while the machine is suspended: then nobody asks either.
+        """
         self._state.turned_s = time.monotonic()
         turn_s = self._state.turned_s - began_s
         self._state.longest_turn_s = max(self._state.longest_turn_s, turn_s)

@@ -236,6 +236,17 @@ def with_uuid(decision: Decision, found: Found) -> Decision:
     return replace(decision, store_uuid=kept or decision.store_uuid or secrets.token_hex(16))
 
 
+def warn_of_nothing(found: Found, paths: DataDir) -> None:
+    """Tell a data dir that lost all it had from a new one: a start of either is unbound."""
+    if found.snapshot is None and found.store is StoreState.ABSENT and paths.ballast.exists():
+        log.warning(
+            "%s had a server before (%s is there) and has neither manifest nor store any more:"
+            " starting unbound and empty",
+            paths.root,
+            paths.ballast.name,
+        )
+
+
 def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
     """Refuse a capacity that the store, or the disk, cannot have, before anything is changed.
 

@@ -16,12 +16,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from lmcache_persist.errors import DataDirLocked, DataDirUnusable, PoolTooSmall
 from lmcache_persist.hashing import EXTENT_BYTES
 from lmcache_persist.posix import try_flock
+from lmcache_persist.printable import plain
 from lmcache_persist.shm import POOL_PREFIX, PoolPaths, client_is_dead
 from lmcache_persist.units import exact_size
 
@@ -33,6 +34,7 @@ STAMP_BYTES = 16
 HIDDEN_S = 60.0
 """Age in seconds from which a lock file under its hidden name was left by a killed client."""
 _POLL_S = 0.1
+_HOLDER_BYTES = 512
 
 
 class Pool:
@@ -56,6 +58,7 @@ class Pool:
         size_bytes: int,
         *,
         wait_s: float,
+        holder: str = "",
         group_gid: int | None = None,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> Pool:
@@ -65,6 +68,7 @@ class Pool:
             paths: where.
             size_bytes: bytes, a multiple of the page size.
             wait_s: how long to wait for clients of a dead server to give memory back.
+            holder: who this server is, for one that finds the pool taken.
             group_gid: group that may attach besides the owner, or None.
             on_wait: told once, for the operator, that it waits and for what.
 
@@ -72,21 +76,18 @@ class Pool:
             PoolTooSmall: the file system lacks the room, with both numbers.
             DataDirLocked: a living server holds the pool of this store: a copy of the
                 data dir is being served.
-            DataDirUnusable: the folder cannot be used.
+            DataDirUnusable: the folder cannot be used, or a file in it is somebody else's.
         """
-        try:
+        with _mapping_errors(paths):
             lock_fd = _take_server_lock(paths)
-        except OSError as error:
-            raise DataDirUnusable(
-                f"pool folder {paths.pool.parent} cannot be used: {error.strerror}",
-                hint="choose another with --pool-dir",
-            ) from error
         file_fd = -1
         try:
-            paths.pool.unlink(missing_ok=True)
-            remove_dead_clients(paths)
-            sweep_dead_pools(paths.pool.parent)
-            paths.clients.mkdir(mode=0o700, exist_ok=True)
+            _say_holder(lock_fd, holder)
+            with _mapping_errors(paths):
+                paths.pool.unlink(missing_ok=True)
+                remove_dead_clients(paths)
+                sweep_dead_pools(paths.pool.parent)
+                paths.clients.mkdir(mode=0o700, exist_ok=True)
             file_fd = _allocate(paths.pool, size_bytes, wait_s, on_wait)
             if group_gid is not None:
                 _let_group_in(paths, file_fd, lock_fd, group_gid)
@@ -176,6 +177,46 @@ def remove_dead_pool(paths: PoolPaths) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _mapping_errors(paths: PoolPaths) -> Iterator[None]:
+    """``OSError`` as a refusal that names the file, and its owner if that is somebody else."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(error.filename or paths.pool.parent)
+        try:
+            owner = os.lstat(path).st_uid
+        except OSError:
+            owner = os.geteuid()
+        elsewhere = path != paths.pool.parent and owner != os.geteuid()
+        if isinstance(error, PermissionError) and elsewhere:
+            raise DataDirUnusable(
+                f"pool file {path} belongs to user id {owner}, expected {os.geteuid()}: a server"
+                f" of that user left it, or still runs ({error.strerror})",
+                hint="stop that server if it runs, and remove what it left, as its user or root:"
+                f" rm -r {paths.pool.with_suffix('')}.*; or choose another --pool-dir",
+            ) from error
+        raise DataDirUnusable(
+            f"pool folder {paths.pool.parent} cannot be used: {error.strerror} ({path})",
+            hint="choose another with --pool-dir",
+        ) from error
+
+
+def _say_holder(fd: int, holder: str) -> None:
+    """Write into the lock file whose it is: for people, the lock itself is what counts."""
+    with contextlib.suppress(OSError):  # on a full file system nobody is named
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, holder.encode("utf-8", "replace")[:_HOLDER_BYTES], 0)
+
+
+def _said_holder(fd: int) -> str:
+    try:
+        text = os.pread(fd, _HOLDER_BYTES, 0).decode("utf-8", "replace")
+    except OSError:
+        text = ""
+    return plain(text) or "which has not said who it is"
+
+
 def _take_server_lock(paths: PoolPaths) -> int:
     while True:
         fd = os.open(
@@ -185,9 +226,11 @@ def _take_server_lock(paths: PoolPaths) -> int:
         while not try_flock(fd):
             # A client that looks whether the server lives holds it for an instant.
             if time.monotonic() > deadline:
+                who = _said_holder(fd)
                 os.close(fd)
                 raise DataDirLocked(
-                    f"pool {paths.pool} is held by another server: it serves the same store uuid",
+                    f"pool {paths.pool} is held by another server ({who}): it serves the same"
+                    " store uuid",
                     hint="stop that server; a second one needs a data dir restored with --new-id",
                 )
             time.sleep(_POLL_S / 10)

@@ -120,6 +120,7 @@ class Writer:
         self._touched: deque[Sequence[ChunkKey]] = deque()
         self._touched_chunks = 0
         self._bad: list[Mapping[ChunkKey, int]] = []
+        self._swept = 0
         self._failed, self._not_stored = Throttle(log), Throttle(log)
         self.on_damage: Callable[[str], None] = lambda text: None
         self.failures = 0
@@ -290,8 +291,12 @@ class Writer:
             nonlocal more
             swept = self._disk.sweep_stale()
             more = swept > 0
+            self._swept += swept
             if more:
                 self._deliver(Outcome(swept=swept))
+            elif self._swept:
+                log.info("%d stale objects are removed", self._swept)
+                self._swept = 0
 
         while more and self._queue.empty() and time.monotonic() < until:
             more = False  # also if the disk fails

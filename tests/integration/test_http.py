@@ -23,6 +23,7 @@ from support.emulated import EmulatedEngine
 from support.files import snapshot
 from support.in_process import LocalServer, local_server
 from support.waiting import wait_until
+from support.web import fetch
 
 PATIENT_S = 20.0
 
@@ -279,6 +280,11 @@ def test_other_pages_methods_and_crowds(
     head = urllib.request.Request(server.http + "/healthz", method="HEAD")
     with urllib.request.urlopen(head, timeout=10) as answer:
         assert (answer.status, answer.read()) == (200, b"")
+    for method, status in (("POST", 405), ("DELETE", 405), ("BREW", 501)):
+        assert fetch(int(server.http.rpartition(":")[2]), "/metrics", method)[0] == status
+        page = fetch(int(server.http.rpartition(":")[2]), "/metrics", method)[1]
+        assert method in page
+        assert "<" not in page
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     small = http.HttpServer("127.0.0.1:0")
     small.start(server.service)

@@ -203,5 +203,8 @@ def test_serve_and_resize_agree(server: ServerProcess) -> None:
     json_here("resize", str(server.data_dir), "--capacity", "32MiB")
     del server.command[at : at + 2]
     server.start()
-    assert "capacity = 32MiB (not set: the store keeps its size)" in server.log()
+    last_start = server.log()[len(log) :].rpartition("setting data_dir")[2]
+    assert last_start.count("capacity = ") == 1
+    assert "capacity = 32MiB (not set: the store keeps its size)" in last_start
+    assert f"ready at {server.url}" in last_start
     assert json_here("inspect", str(server.data_dir))["store"]["capacity_bytes"] == 32 * MIB

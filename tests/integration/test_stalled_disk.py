@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +20,8 @@ from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite, Place,
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
-from support.server import ServerProcess, inspect, run_cli
-from support.waiting import wait_until
+from support.server import ServerProcess, inspect, json_here, run_cli
+from support.waiting import stays, wait_until
 from support.web import fetch, free_port
 
 OBJECT = 1 << 20
@@ -251,3 +253,16 @@ def test_searches_of_a_hanging_disk_do_not_pile_up(
         first.release()
         assert hits(made, 2) == CHUNKS
         assert searched == [prompt(made, number)[0] for number in (1, 2)]
+
+
+def test_an_idle_server_that_is_stopped_says_so_afterwards(make_server: MakeServer) -> None:
+    """Nobody asked, and yet nobody would have been answered: it counts, in log and numbers."""
+    server = make_server().start()
+    assert server.process is not None
+    json_here("inspect", str(server.data_dir))  # its loop turns
+    os.kill(server.process.pid, signal.SIGSTOP)
+    stays(lambda: True, "it is stopped for longer than a turn", 1.5)
+    os.kill(server.process.pid, signal.SIGCONT)
+    wait_until(lambda: "the server answered nobody for" in server.log(), "it is told")
+    silence = json_here("inspect", str(server.data_dir))["server"]["longest_turn_s"]
+    assert silence >= 0.5

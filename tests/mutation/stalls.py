@@ -13,6 +13,13 @@ _HTTP = "tests/integration/test_hostile_http.py::"
 
 MUTATIONS = (
     Mutation(
+        "silence-of-an-idle-server",
+        _SERVER + "loop.py",
+        "began_s = min(due_s, time.monotonic())",
+        "began_s = time.monotonic()",
+        (_STALLED + "test_an_idle_server_that_is_stopped_says_so_afterwards",),
+    ),
+    Mutation(
         "refused-for-its-address-too-late",
         _SERVER + "app.py",
         "        check_free(settings.listen)\n",

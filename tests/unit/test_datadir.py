@@ -152,6 +152,20 @@ def test_a_file_in_the_place_of_the_data_dir_is_refused(tmp_path: Path) -> None:
         make_data_dir(tmp_path / "kv" / "below")
 
 
+@pytest.mark.parametrize("user", [0, 4711])
+def test_only_its_owner_serves_a_data_dir(
+    root: Path, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
+    """Root neither: what it makes there the owner's own server could not open."""
+    owner = root.stat().st_uid
+    if owner == user:
+        owner = 65534
+        os.chown(root, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(DataDirUnusable, match=f"belongs to user id {owner}, expected {user}"):
+        make_data_dir(root)
+
+
 def test_a_dangling_symlink_is_refused(tmp_path: Path) -> None:
     """A link to nowhere is not taken for a folder to be made elsewhere."""
     (tmp_path / "kv").symlink_to(tmp_path / "nowhere")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,27 @@ def test_locked_for_a_while(path: Path) -> None:
     other.execute("ROLLBACK")
     other.close()
     assert opened.bind(binding()) == (binding(), True)
+    opened.close()
+
+
+def test_who_holds_it_is_named(path: Path) -> None:
+    """The process that is in the way, by number and name."""
+    opened = Manifest.open(path, busy_timeout_s=0.2)
+    script = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        " c.execute('BEGIN IMMEDIATE'); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(ManifestBusy, match=rf"is locked by pid {child.pid} \(.+\)"):
+            opened.bind(binding())
+        child.communicate(timeout=20)
     opened.close()
 
 

@@ -133,6 +133,21 @@ def test_an_idle_writer_sweeps_what_is_stale() -> None:
     assert writer.close(TIMEOUT_S)
 
 
+def test_what_was_swept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line at the end of a sweep, with all that it removed."""
+    caplog.set_level("INFO")
+    left = iter([3, 4])
+
+    class Stale(MemoryDisk):
+        def sweep_stale(self) -> int:
+            return next(left, 0)
+
+    writer = Writer(Stale(), lambda outcome: None)
+    wait_until(lambda: caplog.messages, "it is told")
+    assert writer.close(TIMEOUT_S)
+    assert caplog.messages == ["7 stale objects are removed"]
+
+
 def test_a_sweep_that_fails_costs_nothing_else() -> None:
     """A disk that fails while it sweeps is counted, and the writer goes on."""
 
