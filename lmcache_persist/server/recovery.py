@@ -8,6 +8,7 @@ and a refusal changes nothing on disk.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -30,6 +31,8 @@ from lmcache_persist.store import capacity, data_file
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import structure_problem, verify_pages
 from lmcache_persist.store.peek_child import peek_in_child
+
+log = logging.getLogger(__name__)
 
 BACKEND = "lmdb"
 
