@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from lmcache_persist.protocol.fields import (
+    Count,
     MaybeDigest,
     Message,
 )
@@ -83,7 +84,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     """One reserved key: its index in the request, the reservation, an offset per mask bit."""
 
     index: int
-    reservation: int
+    reservation: Count  # goes back in a commit
     offsets: list[int]
 
 
@@ -97,7 +98,7 @@ class Reserved(_Reply, frozen=True, kw_only=True, tag="reserved"):
 class Committed(_Reply, frozen=True, kw_only=True, tag="committed"):
     """Reply to commit: ``seq`` covers all of it; ``refused`` were not written or not known."""
 
-    seq: int
+    seq: Count  # goes back in a flush
     refused: list[int] = []
 
 

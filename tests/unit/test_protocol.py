@@ -77,7 +77,18 @@ def test_malformed_request(body: bytes) -> None:
         protocol.decode_request(body)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", pack({"t": "ping", **HEAD}), pack({"t": "error"})])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        pack({"t": "ping", **HEAD}),
+        pack({"t": "error"}),
+        # What goes back to the server is bounded as there.
+        pack({"t": "reserved", "grants": [[0, -1, [0]]]}),
+        pack({"t": "committed", "seq": -1}),
+    ],
+)
 def test_malformed_reply(body: bytes) -> None:
     """A client holds a server to the same rules."""
     with pytest.raises(MalformedMessage):
