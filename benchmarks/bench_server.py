@@ -213,9 +213,9 @@ def measure(folder: Path, chunks: int) -> dict[str, float]:
         figures["durable_gib_per_s"] = total / (seconds + figures["flush_s"]) / GIB
         for name, restart in (("memory", False), ("disk", True)):
             if restart:
+                worker.client.close()  # or it would say on stderr that its server is gone
                 server.kill()
                 figures["restart_s"] = server.start()
-                worker.client.close()
                 again = Worker(server.url, chunks)
                 worker.client = again.client
             lookup_s, scatter_s, from_disk = worker.load(hashes, len(tokens))
