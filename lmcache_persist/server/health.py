@@ -18,6 +18,7 @@ from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import StoreError
 from lmcache_persist.printable import plain
 from lmcache_persist.store.base import Usage
+from lmcache_persist.units import approximate_duration
 
 if TYPE_CHECKING:
     from lmcache_persist.server.registration import Engine
@@ -109,7 +110,7 @@ def liveness(state: ServerState) -> list[Problem]:
     """Why only a restart helps; empty while the server lives. Threads: any."""
     silent_s = time.monotonic() - state.turned_s
     if silent_s > DEAD_S:
-        return [Problem("loop_stalled", f"the loop has not turned for {silent_s:.0f} s")]
+        return [_loop_stalled(silent_s)]
     return []
 
 
@@ -127,9 +128,7 @@ def readiness(
     now = time.monotonic()
     found: list[Problem] = []
     if now - state.turned_s > STALLED_S:
-        found.append(
-            Problem("loop_stalled", f"the loop has not turned for {now - state.turned_s:.0f} s")
-        )
+        found.append(_loop_stalled(now - state.turned_s))
     if state.files.gone:
         found.append(Problem("store_gone", state.files.gone))
     found += _of_writer(state, now)
@@ -138,7 +137,7 @@ def readiness(
         [now - begin for begin in list(state.reading.values())] + [probe.waiting_s], default=0.0
     )
     if waited > STALLED_S:
-        found.append(Problem("disk_stalled", f"a look at the disk takes {waited:.0f} s already"))
+        found.append(_disk_stalled("a look at", waited))
     if disagreement:
         found.append(Problem("boundaries_differ", plain(disagreement)))
     if state.binding is None:
@@ -156,8 +155,18 @@ def _of_writer(state: ServerState, now: float) -> list[Problem]:
         found.append(Problem("disk_failing", f"the disk tier fails: {plain(writer.last_error)}"))
     busy_s = now - (writer.busy_since_s or now)
     if busy_s > STALLED_S:
-        found.append(Problem("disk_stalled", f"a write to the disk takes {busy_s:.0f} s already"))
+        found.append(_disk_stalled("a write to", busy_s))
     return found
+
+
+def _loop_stalled(silent_s: float) -> Problem:
+    silent = approximate_duration(int(silent_s))
+    return Problem("loop_stalled", f"the loop has not turned for {silent}")
+
+
+def _disk_stalled(what: str, taken_s: float) -> Problem:
+    taken = approximate_duration(int(taken_s))
+    return Problem("disk_stalled", f"{what} the disk takes {taken} already")
 
 
 def _no_engine(engines: Sequence[Engine]) -> Problem:

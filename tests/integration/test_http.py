@@ -240,9 +240,10 @@ def test_health_answers_while_everything_is_stalled(
             lambda: health_of(server, "/readyz")[2].count("disk_stalled") == 2, "both are seen"
         )
         assert health_of(server, "/healthz") == (200, True, [])
-        server.state.turned_s -= 100
+        server.state.turned_s -= 2 * 86400
         monkeypatch.setattr(server.state.timers, "run_due", lambda: time.sleep(1))
         wait_until(lambda: "loop_stalled" in health_of(server, "/readyz")[2], "the loop is seen")
+        assert "the loop has not turned for 2 d" in get(server, "/readyz")[1]
         assert get(server, "/metrics")[0] == 200
 
 
