@@ -9,6 +9,9 @@ over symlinks, bind mounts and PID namespaces.
 The lock is taken in two steps. :meth:`DataDirLock.acquire` changes no byte of an existing
 data dir, so that a start that is refused afterwards leaves it as it was;
 :meth:`DataDirLock.announce` then writes who holds it.
+
+Only the owner of a data dir writes to it, root neither: whoever takes the lock may make files
+(SQLite and LMDB do so by themselves), and those of another user its server could not open.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import fcntl
 import json
 import os
 import pwd
+import shlex
 import socket
 import stat
 import time
@@ -141,13 +145,9 @@ def make_data_dir(path: Path, *, group_id: int | None = None) -> DataDir:
             f"data dir {path} is a file, expected a folder", hint="choose another --data-dir"
         )
     _check_writable(path)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
-        # Root could, but what it made could then not be opened by the owner's own server.
-        raise DataDirUnusable(
-            f"data dir {path} belongs to user id {found.st_uid}, expected {os.geteuid()}",
-            hint=f"run the server as its owner, or chown -R {os.geteuid()} {path}",
-        )
+    foreign = _of_another_user(path)
+    if foreign is not None:
+        raise foreign
     modes.apply(path.resolve(), modes.directory)
     return DataDir(path)
 
@@ -195,6 +195,20 @@ def _not_writable(path: Path) -> DataDirUnusable:
     )
 
 
+def _of_another_user(path: Path) -> DataDirUnusable | None:
+    """The refusal of a data dir to whoever is not its owner; None for the owner."""
+    found, user = path.stat(), os.geteuid()
+    if found.st_uid == user:
+        return None
+    return DataDirUnusable(
+        f"data dir {path} belongs to user id {found.st_uid}, expected {user}: what another user"
+        " makes in it, root included, its server could not open",
+        hint=f"run it as user {owner_of(found)}, or have the data dir given to this one:"
+        f" {shlex.join(['chown', '-R', str(user), str(path)])}",
+        owner=_login_of(found.st_uid),
+    )
+
+
 def _may_be_read(paths: DataDir) -> bool:
     """Whether this user may look at a data dir as it is."""
     if not os.access(paths.root, os.R_OK | os.X_OK):
@@ -205,10 +219,19 @@ def _may_be_read(paths: DataDir) -> bool:
 
 def owner_of(found: os.stat_result) -> str:
     """The name of a file's owner, or the number."""
+    return _name_of(found.st_uid) or f"uid {found.st_uid}"
+
+
+def _login_of(uid: int) -> str:
+    """A user as ``sudo -u`` takes it, also one without a name."""
+    return _name_of(uid) or f"#{uid}"
+
+
+def _name_of(uid: int) -> str | None:
     try:
-        return pwd.getpwuid(found.st_uid).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"uid {found.st_uid}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,16 +321,20 @@ class DataDirLock:
 
         Raises:
             DataDirLocked: another server, named in the message, or readers hold it.
-            DataDirUnusable: the lock file cannot be opened.
+            DataDirUnusable: the lock file cannot be opened, or the data dir is another user's
+                and no server holds it, which could be asked instead.
         """
         paths = DataDir(data_dir)
+        foreign = _of_another_user(data_dir)
         if modes is None and not os.path.lexists(paths.lock):
             modes = Modes.of(None)
         deadline = time.monotonic() + wait_s
         while True:
-            fd = cls._open(paths.lock)
+            fd = cls._open(paths.lock, foreign)
             try:
                 if cls._try(fd, paths, deadline):
+                    if foreign is not None:
+                        raise foreign
                     if modes is not None:
                         modes.apply(paths.lock, modes.file)
                     return cls(paths, fd)
@@ -317,11 +344,13 @@ class DataDirLock:
             os.close(fd)  # the file was replaced under us: take the new one
 
     @staticmethod
-    def _open(path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    def _open(path: Path, foreign: DataDirUnusable | None) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if foreign else os.O_CREAT)
         try:
             return os.open(path, flags, 0o600)
         except OSError as error:
+            if foreign is not None and error.errno == errno.ENOENT:
+                raise foreign from error
             if error.errno == errno.EROFS:
                 raise _not_writable(path.parent) from error
             raise DataDirUnusable(

@@ -18,9 +18,15 @@ def plain(text: object) -> str:
     )
 
 
-def command(*words: object) -> str:
-    """A command of this program, quoted so that it can be given to a shell as it is shown."""
-    return shlex.join(["lmcache-persist", *(str(word) for word in words)])
+def command(*words: object, user: str | None = None) -> str:
+    """A command of this program, quoted so that it can be given to a shell as it is shown.
+
+    Args:
+        words: behind the program's name.
+        user: who runs it, as ``sudo -u`` takes it; whoever types it by default.
+    """
+    sudo = [] if user is None else ["sudo", "-u", user]
+    return shlex.join([*sudo, "lmcache-persist", *(str(word) for word in words)])
 
 
 def short(text: object, limit: int) -> str:

@@ -27,6 +27,7 @@ from lmcache_persist.cli.output import (
     output_failure,
     refused,
     say_error,
+    set_called_with,
 )
 from lmcache_persist.cli.plan import plan
 from lmcache_persist.cli.prune import prune
@@ -111,7 +112,8 @@ def main(args: list[str] | None = None) -> int:
             # Names may hold what the terminal's encoding has no form for.
             with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="backslashreplace")
-    stdout = sys.stdout
+    stdout, words = sys.stdout, sys.argv[1:] if args is None else args
+    set_called_with(words)
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]
 
@@ -119,7 +121,6 @@ def main(args: list[str] | None = None) -> int:
     try:
         app(args=args, prog_name=PROGRAM)
     except UsageError as error:
-        words = sys.argv[1:] if args is None else args
         return finish(refused(error, as_json=wants_json(words)))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))

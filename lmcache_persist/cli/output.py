@@ -6,6 +6,7 @@ Everything that may come from outside (model names, paths, other people's text) 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import json
 import os
@@ -18,8 +19,9 @@ import typer
 from lmcache_persist.cli import terminal
 from lmcache_persist.cli.exit_codes import ExitCode, exit_code_of
 from lmcache_persist.cli.interrupt import unwinding
-from lmcache_persist.errors import ConfigError, OutputFailed, PersistError
+from lmcache_persist.errors import ConfigError, DataDirUnusable, OutputFailed, PersistError
 from lmcache_persist.posix import discard_output
+from lmcache_persist.printable import command
 from lmcache_persist.printable import plain as plain  # noqa: PLC0414 - verbs take it from here
 
 if TYPE_CHECKING:
@@ -27,9 +29,15 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+_called_with: contextvars.ContextVar[Sequence[str]] = contextvars.ContextVar("called_with")
 
 _CLOSED_STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY))
 """What a closed stream is replaced by: one that reads nothing, refuses, or forgets."""
+
+
+def set_called_with(words: Sequence[str]) -> None:
+    """Remember the words behind the program's name, for hints that repeat them."""
+    _called_with.set(tuple(words))
 
 
 def open_closed_streams() -> None:
@@ -185,6 +193,13 @@ def add_help_hint(error: PersistError, verb: str) -> None:
         error.hint = help_hint(verb)
 
 
+def add_owners_command(error: PersistError) -> None:
+    """Give root, who is refused another user's data dir, the same command as that user's."""
+    owner, words = error.fields.get("owner"), _called_with.get(())
+    if isinstance(error, DataDirUnusable) and owner and words and os.geteuid() == 0:
+        error.hint = f"run it as its owner: {command(*words, user=str(owner))}"
+
+
 def refused(error: PersistError, *, as_json: bool) -> int:
     """Say the error that ends a verb, with ``as_json`` also as a document; its exit code."""
     say_error(error)
@@ -207,6 +222,7 @@ def ending(verb: Callable[P, int]) -> Callable[P, None]:
                 code = int(verb(*args, **kwargs))
         except PersistError as error:
             add_help_hint(error, verb.__name__.rstrip("_"))
+            add_owners_command(error)
             code = refused(error, as_json=bool(kwargs.get("json_output")))
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED

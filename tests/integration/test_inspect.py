@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from lmcache_persist.manifest import Manifest
 from lmcache_persist.server import looking
 from support.emulated import EmulatedEngine
 from support.files import snapshot
+from support.forked import as_nobody
 from support.server import ServerProcess, inspect, own_server, run_cli
 from support.verbs import in_process
 
@@ -225,22 +224,8 @@ def test_broken_pages_cannot_end_inspect(data_dir: Path, monkeypatch: pytest.Mon
     assert document["binding"]["chunk_size"] == 256
 
 
-AS_NOBODY = """
-import json, os, sys
-from support.verbs import in_process
-import lmcache_persist.server.repair
-# Loaded before: the interpreter may lie where others cannot read.
-assert in_process("inspect", sys.argv[1])[0] == in_process("verify", sys.argv[1])[0] == 0
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-verbs = (("inspect",), ("verify",), ("verify", "--repair"))
-print(json.dumps([in_process(*verb, sys.argv[2]) for verb in verbs]))
-"""
-
-
 @pytest.mark.parametrize("unreadable", [".", "manifest.sqlite", "store", "server.lock"])
-def test_no_right_to_read_is_said(made: Path, data_dir: Path, unreadable: str) -> None:
+def test_no_right_to_read_is_said(data_dir: Path, unreadable: str) -> None:
     """Whatever part cannot be read, it is named as that; nothing looks empty, lost or bad."""
     if os.geteuid() != 0:
         pytest.skip("needs root to give files away")
@@ -248,23 +233,16 @@ def test_no_right_to_read_is_said(made: Path, data_dir: Path, unreadable: str) -
     for path in (data_dir, *data_dir.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     (data_dir / unreadable).chmod(0)
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(made), str(data_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"},
-    )
-    assert done.returncode == 0, done.stderr
-    inspected, verified, repaired = json.loads(done.stdout)
-    for code, document in (inspected, verified):
+    verbs = (("inspect",), ("verify",), ("verify", "--repair"))
+    done = [as_nobody(*verb, str(data_dir), "--json") for verb in verbs]
+    for code, out, _ in done[:2]:
+        document = json.loads(out)
         assert code in (5, 6)
         assert document.get("error") or document["store"] == "unavailable"
-    assert repaired[0] == 5
-    assert done.stderr.count("Permission denied") >= 3
-    assert "recover" not in done.stderr
+    assert done[2][0] == 5
+    said = "".join(err for _, _, err in done)
+    assert said.count("Permission denied") >= 3
+    assert "recover" not in said
 
 
 def test_root_leaves_nothing_behind_in_a_service_users_folder(data_dir: Path) -> None:

@@ -269,6 +269,30 @@ MUTATIONS = (
         (_CLIENTS + "test_an_engine_of_another_user_is_served_and_watched",),
     ),
     Mutation(
+        "root-changes-anybodys-data-dir",
+        "lmcache_persist/datadir.py",
+        "                    if foreign is not None:\n                        raise foreign\n",
+        "",
+        ("tests/unit/test_datadir.py::test_only_its_owner_locks_a_data_dir_for_writing",),
+    ),
+    Mutation(
+        "root-makes-a-lock-file-in-anybodys-data-dir",
+        "lmcache_persist/datadir.py",
+        "(0 if foreign else os.O_CREAT)",
+        "os.O_CREAT",
+        ("tests/unit/test_datadir.py::test_only_its_owner_locks_a_data_dir_for_writing",),
+    ),
+    Mutation(
+        "root-is-not-sent-to-the-server",
+        "lmcache_persist/datadir.py",
+        "        foreign = _of_another_user(data_dir)\n        if modes",
+        "        foreign = _of_another_user(data_dir)\n"
+        "        if foreign is not None:\n"
+        "            raise foreign\n"
+        "        if modes",
+        ("tests/unit/test_datadir.py::test_another_user_is_told_of_the_server_first",),
+    ),
+    Mutation(
         "root-changes-owners-in-a-group",
         "lmcache_persist/shm.py",
         "elif os.geteuid() == 0:",

@@ -55,7 +55,7 @@ def resident(path: Path) -> Iterator[Path]:
         child.communicate()
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """What verbs import when they run."""
     for name in ("cli", "server", "connector", "manifest", "store"):
         package = importlib.import_module(f"lmcache_persist.{name}")
@@ -92,7 +92,7 @@ def _run(message: bytes, fds: list[int]) -> int:
 
 
 def _serve(path: str) -> None:
-    _import_all()
+    import_all()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()

@@ -152,18 +152,40 @@ def test_a_file_in_the_place_of_the_data_dir_is_refused(tmp_path: Path) -> None:
         make_data_dir(tmp_path / "kv" / "below")
 
 
-@pytest.mark.parametrize("user", [0, 4711])
-def test_only_its_owner_serves_a_data_dir(
-    root: Path, monkeypatch: pytest.MonkeyPatch, user: int
-) -> None:
-    """Root neither: what it makes there the owner's own server could not open."""
-    owner = root.stat().st_uid
+@pytest.fixture(params=[0, 4711])
+def foreign(root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The data dir is another user's; how its refusal begins."""
+    user, owner = request.param, root.stat().st_uid
     if owner == user:
         owner = 65534
         os.chown(root, owner, -1)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    with pytest.raises(DataDirUnusable, match=f"belongs to user id {owner}, expected {user}"):
+    return f"belongs to user id {owner}, expected {user}"
+
+
+def test_only_its_owner_serves_a_data_dir(root: Path, foreign: str) -> None:
+    """Root neither: what it makes there the owner's own server could not open."""
+    with pytest.raises(DataDirUnusable, match=foreign):
         make_data_dir(root)
+
+
+def test_only_its_owner_locks_a_data_dir_for_writing(root: Path, foreign: str) -> None:
+    """No lock file is made for anybody else, and one that is there stays free and as it is."""
+    with pytest.raises(DataDirUnusable, match=foreign):
+        DataDirLock.acquire(root)
+    assert not os.listdir(root)
+    (root / "server.lock").write_text("as it was")
+    with pytest.raises(DataDirUnusable, match=foreign):
+        DataDirLock.acquire(root)
+    assert (root / "server.lock").read_text() == "as it was"
+    ReaderLock.acquire(root).release()
+
+
+def test_another_user_is_told_of_the_server_first(root: Path, server: Child, foreign: str) -> None:
+    """It can be asked to do the work, and makes its files itself."""
+    assert server.process.poll() is None
+    with pytest.raises(DataDirLocked, match=r"listening at ipc:///c\.sock"):
+        DataDirLock.acquire(root)
 
 
 def test_a_dangling_symlink_is_refused(tmp_path: Path) -> None:
