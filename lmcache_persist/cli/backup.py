@@ -62,7 +62,7 @@ def backup(
     root = absolute(data_dir)
     target = Path(os.path.abspath(os.path.expanduser(dest)))
     check_apart(root, target)
-    with _source(root, seconds(timeout)) as source:
+    with _told_if_interrupted(target), _source(root, seconds(timeout)) as source:
         with CopyTicker("copied", source.held.bytes) as ticker:
             made = back_up(
                 source, target, say=lambda text: say(plain(text)), on_chunk=ticker.on_chunk
@@ -115,10 +115,36 @@ def _say_why(root: Path, bad_chunks: int, gone_chunks: int, *, live: bool) -> No
     say(f"hint: {counted(bad_chunks, 'chunk')} proved bad; to drop what is bad: {plain(again)}")
 
 
+@contextlib.contextmanager
+def _told_if_interrupted(target: Path) -> Iterator[None]:
+    """Around the making of a backup: Ctrl-C says what is left of it, which is nothing."""
+    from lmcache_persist.server.backup import partial_name
+
+    was_there, partial = os.path.lexists(target), partial_name(target)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not was_there and os.path.lexists(target):
+            say(f"interrupted: backup {plain(target)} is whole")
+        elif os.path.lexists(partial):
+            say(
+                f"interrupted: {plain(partial)} is left, which is no backup; the next one of that"
+                " name removes it"
+            )
+        else:
+            say("interrupted: nothing was left behind")
+        raise
+
+
 def _verify(target: Path) -> list[str]:
     from lmcache_persist.server.offline import check
 
-    return [str(violation) for violation in check(target)]
+    try:
+        return [str(violation) for violation in check(target)]
+    except KeyboardInterrupt:
+        again = command("verify", target)
+        say(f"interrupted: backup {plain(target)} is whole, but not verified: {plain(again)}")
+        raise
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -37,7 +39,7 @@ def restore(
     from lmcache_persist.server.restore import restore as carry_out
 
     target = absolute(data_dir)
-    with without_server("restore"), CopyTicker("restored") as ticker:
+    with _told_if_interrupted(), without_server("restore"), CopyTicker("restored") as ticker:
         done = carry_out(
             absolute(source),
             target,
@@ -71,3 +73,13 @@ def restore(
     if done.bad_objects:
         write(f"left out: {counted(done.bad_objects, 'object')} that proved bad")
     return ExitCode.OK
+
+
+@contextlib.contextmanager
+def _told_if_interrupted() -> Iterator[None]:
+    """Until the mark of a restore is gone nothing counts as restored."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted: nothing was restored")
+        raise

@@ -135,6 +135,11 @@ def back_up(
     return descriptor
 
 
+def partial_name(dest: Path) -> Path:
+    """Where a backup lies while it is made."""
+    return dest.with_name(dest.name + PARTIAL_SUFFIX)
+
+
 def _check_understood(binding: Binding) -> None:
     if binding.store_format_version != FORMAT_VERSION:
         raise FormatTooNew(
@@ -157,7 +162,7 @@ def _partial_of(dest: Path) -> Path:
             f"{dest.parent} is no folder, expected one to make the backup in",
             hint="make that folder first, or choose another place",
         )
-    partial = dest.with_name(dest.name + PARTIAL_SUFFIX)
+    partial = partial_name(dest)
     if os.path.lexists(partial):
         existing_data_dir(partial)
         # Somebody who is still at it holds the lock.

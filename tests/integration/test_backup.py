@@ -34,6 +34,7 @@ from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.emulated import EmulatedEngine
 from support.files import snapshot
+from support.hints import commands
 from support.server import ServerProcess, cli_here, json_here, run_cli
 
 MakeServer = Callable[..., ServerProcess]
@@ -397,6 +398,35 @@ def test_an_interrupted_copy_leaves_nothing(root: Path, backup: Path) -> None:
         restore(backup, root / "r", on_chunk=interrupt)
     assert [path.name for path in (root / "r").iterdir()] == ["server.lock"]
     assert restore(backup, root / "r").objects == 5
+
+
+def test_an_interrupted_verb_says_what_is_left(
+    root: Path, backup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C: nothing, or what could not be removed; after the copy, that it is whole."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    copy = ("backup", str(root / "d"), str(root / "c"), "--verify")
+    with monkeypatch.context() as patch:
+        patch.setattr("lmcache_persist.cli.ticker.CopyTicker.on_chunk", interrupt)
+        said = "interrupted: nothing was restored\n"
+        code, _, err = cli_here("restore", str(backup), str(root / "r"))
+        assert (code, err.endswith(said)) == (130, True)
+        code, _, err = cli_here(*copy)
+        assert (code, err.endswith("interrupted: nothing was left behind\n")) == (130, True)
+        assert not list(root.glob("c*"))
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        code, _, err = cli_here(*copy)
+        assert (code, f"interrupted: {root / 'c.partial'} is left" in err) == (130, True)
+    with monkeypatch.context() as patch:
+        patch.setattr("lmcache_persist.server.offline.check", interrupt)
+        code, _, err = cli_here(*copy)
+    assert not (root / "c.partial").exists()
+    assert code == 130
+    assert f"interrupted: backup {root / 'c'} is whole, but not verified" in err
+    assert cli_here(*commands(err)[0])[0] == 0
 
 
 @pytest.mark.parametrize("live", [False, True])

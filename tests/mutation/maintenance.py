@@ -194,7 +194,7 @@ MUTATIONS = (
     Mutation(
         "backup-under-its-own-name",
         "lmcache_persist/server/backup.py",
-        "    partial = dest.with_name(dest.name + PARTIAL_SUFFIX)\n",
+        "    partial = partial_name(dest)\n",
         "    partial = dest\n",
         (f"{CRASH}test_a_killed_backup_is_none_or_a_whole_one",),
     ),
