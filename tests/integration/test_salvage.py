@@ -11,27 +11,52 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_persist import failpoints
 from lmcache_persist.store import data_file
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.files import snapshot
+from support.forked import dies_at
 from support.hints import commands, follow, hint_of
 from support.mutilate import alter
-from support.server import ServerProcess, run_cli
+from support.server import ServerProcess
 from support.verbs import in_process, quiet
 
 CHUNKS = 20
-CAPACITY = 64 << 20
+CAPACITY = 32 << 20
 PAGE = 4096
 Damage = Callable[[Path], None]
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data dir, and with the empty store that a repair makes in its place."""
+    folder = tmp_path_factory.mktemp("salvage")
+    make(folder / "d", capacity_bytes=CAPACITY, chunks=(CHUNKS,))
+    emptied = shutil.copytree(folder / "d", folder / "emptied")
+    data_file.set_aside(emptied / "store")
+    assert quiet("verify", str(emptied), "--repair")[0] == 0
+    assert quiet("resize", str(emptied), "--capacity", str(CAPACITY))[0] == 0
+    assert not records_of(emptied)
+    return folder
+
+
 @pytest.fixture
-def data_dir(root: Path) -> Path:
+def data_dir(root: Path, prepared: Path) -> Path:
     """A data dir with some chunks; the store uses a small part of its file."""
-    return make(root / "d", capacity_bytes=CAPACITY, chunks=(CHUNKS,))
+    return shutil.copytree(prepared / "d", root / "d")
+
+
+@pytest.fixture
+def put_away(data_dir: Path, prepared: Path) -> Callable[[Damage], None]:
+    """Damages the store, and has an empty one in its place, as a start makes it."""
+
+    def act(damage: Damage) -> None:
+        damage(data_dir / "store")
+        data_file.set_aside(data_dir / "store")
+        shutil.copytree(prepared / "emptied" / "store", data_dir / "store")
+
+    return act
 
 
 def used_bytes(store: Path) -> int:
@@ -92,21 +117,14 @@ WAYS: dict[str, tuple[Damage, int | None]] = {
 """What is done to a store, and how many chunks can be had of it; None for none at all."""
 
 
-def put_away(data_dir: Path, damage: Damage) -> None:
-    """Damage the store, and have an empty one in its place, as a start makes it."""
-    damage(data_dir / "store")
-    data_file.set_aside(data_dir / "store")
-    assert quiet("verify", str(data_dir), "--repair")[0] == 0
-    assert quiet("resize", str(data_dir), "--capacity", str(CAPACITY))[0] == 0
-    assert not records_of(data_dir)
-
-
 @pytest.mark.parametrize("name", WAYS)
-def test_what_can_be_had_of_a_store_set_aside(data_dir: Path, name: str) -> None:
+def test_what_can_be_had_of_a_store_set_aside(
+    data_dir: Path, put_away: Callable[[Damage], None], name: str
+) -> None:
     """Every good chunk comes back with its order of use and age, or the error says why none."""
     damage, expected = WAYS[name]
     before = records_of(data_dir)
-    put_away(data_dir, damage)
+    put_away(damage)
     code, out, err = quiet("recover", str(data_dir), "--set-aside")
     aside = data_dir / "store.damaged"
     if expected is None:
@@ -151,9 +169,9 @@ def test_a_repair_before_the_start_keeps_a_relaxed_store(data_dir: Path) -> None
     assert len(records_of(data_dir)) == CHUNKS
 
 
-def test_what_the_new_store_has_stays(data_dir: Path) -> None:
+def test_what_the_new_store_has_stays(data_dir: Path, put_away: Callable[[Damage], None]) -> None:
     """Chunks of both stores are there afterwards, each once, and the order has no clash."""
-    put_away(data_dir, power_lost)
+    put_away(power_lost)
     disk = LmdbDisk.open(data_dir / "store", CAPACITY)
     disk.write([chunk_of(number, 50_000) for number in (0, 1, 100, 101)])
     disk.close()
@@ -170,11 +188,13 @@ def test_what_the_new_store_has_stays(data_dir: Path) -> None:
     )
 
 
-def test_killed_in_the_middle_it_is_done_again(data_dir: Path) -> None:
+def test_killed_in_the_middle_it_is_done_again(
+    data_dir: Path, put_away: Callable[[Damage], None]
+) -> None:
     """All that was copied is there already, and the store aside goes with the second one."""
-    put_away(data_dir, power_lost)
-    env = {failpoints.ENV: "salvage.before_removal=kill"}
-    assert run_cli("recover", str(data_dir), "--set-aside", env=env).returncode < 0
+    put_away(power_lost)
+    again = ("recover", str(data_dir), "--set-aside")
+    dies_at("salvage.before_removal=kill", lambda: quiet(*again))
     assert (data_dir / "store.damaged").exists()
     code, document = in_process("recover", str(data_dir), "--set-aside")
     assert (code, document["taken_objects"], document["held_objects"]) == (0, 0, CHUNKS)
