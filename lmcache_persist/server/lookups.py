@@ -1,45 +1,34 @@
 """Lookups: decide the restorable prefix, lease it, bring it into slots.
 
-A lookup goes through *finding* (the disk's index is asked for chunks that are not in the
-pool), *waiting* (for room in the pool, holding none), *loading* (slots are reserved, all
-at once, and filled; every digest is checked on the way) and *done*. Only what is verified,
-in the pool and leased is answered, so that a load has nothing left to fail at.
+A lookup goes through *finding* (``finding``: the disk's index is asked for chunks that are
+not in the pool), *waiting* (for room in the pool, holding none), *loading* (slots are
+reserved, all at once, and filled by ``loading``; every digest is checked on the way) and
+*done*. Only what is verified, in the pool and leased is answered, so that a load has
+nothing left to fail at.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 from lmcache_persist import geometry, protocol
-from lmcache_persist.errors import LeaseError, StoreError
+from lmcache_persist.errors import LeaseError
 from lmcache_persist.hashing import ChunkHash
-from lmcache_persist.server.lookup import Lookup, Phase, Wanted
-from lmcache_persist.server.reading import Read, read_objects
+from lmcache_persist.server import needs
+from lmcache_persist.server.finding import Finding
+from lmcache_persist.server.loading import Loading
+from lmcache_persist.server.lookup import Lookup, Phase
 from lmcache_persist.server.registration import Engine, Registry
 from lmcache_persist.server.sessions import Session, Sessions
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.tally import Tally
 from lmcache_persist.server.wire import Answer
-from lmcache_persist.store.allocator import slot_bytes
-from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place, chunk_key
-from lmcache_persist.store.memory import Entry, Slot
-from lmcache_persist.store.throttle import Throttle
-
-log = logging.getLogger(__name__)
+from lmcache_persist.store.base import ChunkKey, Place, chunk_key
+from lmcache_persist.store.memory import Slot
 
 MAX_LOOKUPS_PER_SESSION = 4096
-MAX_KEYS_SEARCHED = 1 << 18
-"""Keys in searches that wait or run; while the disk hangs, more are looked for in the pool only."""
-MAX_SLOTS_PER_ANSWER = protocol.MAX_MESSAGE_BYTES // 9 - 1024
-"""Nine bytes is the most that an offset takes in MessagePack."""
-_SLOTS_PER_RUN = 5
-"""What a run takes besides its offsets, in offsets."""
 
 
 class Lookups:
@@ -55,11 +44,9 @@ class Lookups:
         self._lookups: dict[tuple[str, int], Lookup] = {}
         self._waiting: deque[Lookup] = deque()
         self._retry_due = False
-        self._loading: dict[Wanted, list[Lookup]] = {}
-        self._reads = itertools.count(1)
-        self._keys_searched = 0
+        self._finding = Finding(state, self._claim)
+        self._loading = Loading(state, self._loaded, self.retry_waiting)
         self._tally = Tally(state)
-        self._unsearchable, self._corrupt, self._unreadable = (Throttle(log) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self._lookups)
@@ -165,43 +152,9 @@ class Lookups:
         return lookup
 
     def _find(self, lookup: Lookup) -> None:
-        everything = geometry.cacheable_mask(lookup.engine.groups)
-        unknown = [key for key in lookup.keys if self._mask_in_pool(key) != everything]
-        waiting = self._keys_searched
-        if not unknown or (waiting and waiting + len(unknown) > MAX_KEYS_SEARCHED):
-            self._found(lookup, [], [])
-            return
-        disk = self._state.disk
-        self._keys_searched += len(unknown)
-
-        def search() -> list[ChunkRecord | None]:
-            # After a hang those that gave up meanwhile are not in the way of others.
-            return [] if lookup.cancelled else disk.find(unknown)
-
-        def then(done: Future[list[ChunkRecord | None]]) -> None:
-            self._keys_searched -= len(unknown)
-            if lookup.cancelled:
-                return
-            try:
-                self._found(lookup, unknown, done.result())
-            except (StoreError, OSError) as error:
-                self._state.counters.read_failures += 1
-                self._unsearchable.warning(f"disk tier cannot be searched: {error}")
-                self._found(lookup, [], [])
-
-        self._state.run(self._state.finder, search, then)
-
-    def _mask_in_pool(self, key: ChunkKey) -> int:
-        entry = self._state.memory.get(key)
-        return entry.mask() if entry is not None else 0
-
-    def _found(
-        self, lookup: Lookup, keys: Sequence[ChunkKey], records: Sequence[ChunkRecord | None]
-    ) -> None:
-        for key, record in zip(keys, records, strict=True):
-            if record is not None:
-                lookup.records[key] = record
-        self._claim(lookup)
+        memory, everything = self._state.memory, geometry.cacheable_mask(lookup.engine.groups)
+        unknown = [key for key in lookup.keys if needs.mask_in_pool(memory, key) != everything]
+        self._finding.find(lookup, unknown)
 
     # -- claiming ----------------------------------------------------------------------
 
@@ -212,13 +165,14 @@ class Lookups:
             self._finish(lookup, 0)
             return
         size, groups = binding.chunk_size, lookup.engine.groups
-        lookup.present = [self._mask(lookup, key) for key in lookup.keys]
-        room_bytes = self._state.memory.share_bytes - self._sessions.held_bytes(session)
+        memory = self._state.memory
+        lookup.present = [needs.usable_mask(memory, lookup, key) for key in lookup.keys]
+        room_bytes = memory.share_bytes - self._sessions.held_bytes(session)
         # What its process holds already costs nothing more.
         shared_bytes = sum(session.leased.get(key, (0, 0))[1] for key in lookup.keys)
         limit = min(
-            self._most_chunks(lookup, room_bytes + shared_bytes),
-            lookup.held_chunks + _chunks_per_message(lookup.engine),
+            needs.most_chunks(lookup, room_bytes + shared_bytes, size),
+            lookup.held_chunks + needs.chunks_per_message(lookup.engine),
         )
         prefix = geometry.restorable_prefix(
             groups, size, lookup.num_tokens, lookup.present, max_chunks=limit
@@ -234,66 +188,12 @@ class Lookups:
             prefix = geometry.restorable_prefix(
                 groups, size, lookup.num_tokens, lookup.present, max_chunks=shorter
             )
-        if wanted_any > lookup.held_chunks * size and self._state.memory.in_use():
+        if wanted_any > lookup.held_chunks * size and memory.in_use():
             # Something holds the room and will let go of it; wait, holding nothing.
             lookup.phase = Phase.WAITING
             self._waiting.append(lookup)
             return
         self._finish(lookup, 0)
-
-    def _mask(self, lookup: Lookup, key: ChunkKey) -> int:
-        if key in lookup.failed:
-            return 0
-        return self._mask_in_pool(key) | self._mask_on_disk(lookup, key)
-
-    def _mask_on_disk(self, lookup: Lookup, key: ChunkKey) -> int:
-        record = lookup.records.get(key)
-        if record is None:
-            return 0
-        engine, mask = lookup.engine, 0
-        for index, group in enumerate(engine.groups):
-            # An object of another length than the geometry says is no object.
-            if group.cacheable and all(
-                (stored := record.objects.get(Place(number, index))) is not None
-                and stored.nbytes == rank.object_bytes[index]
-                for number, rank in engine.ranks.items()
-            ):
-                mask |= 1 << index
-        return mask
-
-    def _needs(self, lookup: Lookup, prefix: int) -> dict[ChunkKey, list[Place]]:
-        binding = self._state.binding
-        size = binding.chunk_size if binding else 1
-        needs: dict[ChunkKey, list[Place]] = {}
-        for index, group in enumerate(lookup.engine.groups):
-            for chunk in geometry.chunks_needed(group, prefix, size):
-                if chunk >= lookup.held_chunks:
-                    places = needs.setdefault(lookup.keys[chunk], [])
-                    places.extend(Place(rank, index) for rank in range(lookup.engine.world_size))
-        return needs
-
-    def _most_chunks(self, lookup: Lookup, room_bytes: int) -> int:
-        """The longest prefix, in chunks, whose objects take no more of the pool than that."""
-        binding, engine = self._state.binding, lookup.engine
-        sizes = zip(*(rank.object_bytes for rank in engine.ranks.values()), strict=True)
-        costs = [sum(map(slot_bytes, of_a_group)) for of_a_group in sizes]
-        return geometry.most_chunks(
-            engine.groups,
-            binding.chunk_size if binding else 1,
-            costs,
-            room_bytes,
-            range(lookup.held_chunks, len(lookup.keys) + 1),
-        )
-
-    def _cost(self, lookup: Lookup, needs: Mapping[ChunkKey, list[Place]]) -> int:
-        """Bytes of the pool that a lease takes beside those that its session has."""
-        ranks, leased = lookup.engine.ranks, lookup.session.leased
-        return sum(
-            slot_bytes(ranks[place.rank].object_bytes[place.group])
-            for key, places in needs.items()
-            if key not in leased
-            for place in places
-        )
 
     def _hold(self, lookup: Lookup, prefix: int, room_bytes: int) -> bool:
         """Lease the chunks of a prefix and allocate what is not in the pool; all or nothing.
@@ -301,16 +201,16 @@ class Lookups:
         ``room_bytes``: what is left of the share of its process.
         """
         memory, engine = self._state.memory, lookup.engine
-        needs = self._needs(lookup, prefix)
-        if self._cost(lookup, needs) > room_bytes:
+        needed = needs.of_prefix(lookup, prefix, self._chunk_size)
+        if needs.cost_bytes(lookup, needed) > room_bytes:
             return False
-        entries = {key: memory.get(key) for key in needs}
+        entries = {key: memory.get(key) for key in needed}
         for entry in entries.values():
             if entry is not None:
                 memory.lease(entry)
         absent: list[tuple[ChunkKey, Place, int]] = [
             (key, place, engine.ranks[place.rank].object_bytes[place.group])
-            for key, places in needs.items()
+            for key, places in needed.items()
             for place in places
             if (entry := entries[key]) is None or place not in entry.slots
         ]
@@ -326,7 +226,7 @@ class Lookups:
             entry = memory.loading(
                 key,
                 engine.world_size,
-                self._mask_on_disk(lookup, key),
+                needs.mask_on_disk(lookup, key),
                 time.monotonic(),
             )
             if not entry.leases:
@@ -337,80 +237,8 @@ class Lookups:
         for entry in lookup.leased:
             lookup.session.lease(entry.key, entry.nbytes)
         lookup.prefix_tokens = prefix
-        self._load(lookup, needs, to_read)
+        self._loading.load(lookup, needed, to_read)
         return True
-
-    # -- loading -----------------------------------------------------------------------
-
-    def _load(
-        self,
-        lookup: Lookup,
-        needs: Mapping[ChunkKey, list[Place]],
-        to_read: Mapping[ChunkKey, list[Place]],
-    ) -> None:
-        memory = self._state.memory
-        lookup.phase = Phase.LOADING
-        for key, places in needs.items():
-            entry = memory.get(key)
-            for place in places:
-                if entry is not None and not entry.slots[place].ready:
-                    lookup.pending.add((key, place))
-                    self._loading.setdefault((key, place), []).append(lookup)
-        for key, places in to_read.items():
-            lookup.from_disk.add(key)
-            self._read(key, places, lookup.records[key])
-        if not lookup.pending:
-            self._loaded(lookup)
-
-    def _read(self, key: ChunkKey, places: list[Place], record: ChunkRecord) -> None:
-        state = self._state
-        entry = state.memory.get(key)
-        if entry is None:
-            raise RuntimeError("a chunk without an entry is being read")
-        state.memory.pin(entry)
-        number = next(self._reads)
-        state.reading[number] = time.monotonic()
-        views = {
-            place: state.pool.view(entry.slots[place].offset, entry.slots[place].nbytes)
-            for place in places
-        }
-        state.run(
-            state.readers,
-            lambda: read_objects(state.disk.read_into, record, views),
-            lambda done: self._read_done(number, entry, places, record.serial, done),
-        )
-
-    def _read_done(
-        self, number: int, entry: Entry, places: list[Place], serial: int, done: Future[Read]
-    ) -> None:
-        state = self._state
-        del state.reading[number]
-        outcome = done.result()
-        state.histograms.disk_read_seconds.observe(outcome.seconds)
-        bad = [place for place in places if place not in outcome.good]
-        for place in outcome.good:
-            entry.slots[place].ready = True
-            state.counters.disk_read_bytes += entry.slots[place].nbytes
-        if outcome.corrupt:
-            state.counters.corrupt_chunks += 1
-            self._corrupt.warning(f"chunk is corrupt and dropped: {outcome.error}")
-            state.writer.drop({entry.key: serial})
-        elif outcome.error:
-            state.counters.read_failures += 1
-            self._unreadable.warning(f"chunk {entry.key.hex()} cannot be read: {outcome.error}")
-        state.memory.load_failed(entry, bad)
-        waiting: dict[int, Lookup] = {}
-        for place in places:
-            for lookup in self._loading.pop((entry.key, place), []):
-                lookup.pending.discard((entry.key, place))
-                if place in bad:
-                    lookup.failed.add(entry.key)
-                waiting[id(lookup)] = lookup
-        state.memory.unpin(entry)
-        for lookup in waiting.values():
-            if not lookup.pending and not lookup.cancelled:
-                self._loaded(lookup)
-        self.retry_waiting()
 
     def _loaded(self, lookup: Lookup) -> None:
         if lookup.failed.intersection(lookup.keys[: self._chunks(lookup)]):
@@ -419,6 +247,11 @@ class Lookups:
             self._claim(lookup)
             return
         self._finish(lookup, lookup.prefix_tokens)
+
+    @property
+    def _chunk_size(self) -> int:
+        binding = self._state.binding
+        return binding.chunk_size if binding else 1
 
     def _chunks(self, lookup: Lookup) -> int:
         binding = self._state.binding
@@ -437,40 +270,23 @@ class Lookups:
     def _finish(self, lookup: Lookup, prefix: int) -> None:
         lookup.phase = Phase.DONE
         lookup.prefix_tokens = prefix
-        needs = self._needs(lookup, prefix) if prefix else {}
-        disk_chunks = len(lookup.from_disk.intersection(needs))
+        size = self._chunk_size
+        needed = needs.of_prefix(lookup, prefix, size) if prefix else {}
+        disk_chunks = len(lookup.from_disk.intersection(needed))
         lookup.result = protocol.Found(
             tokens=prefix,
-            runs=self._runs(lookup, prefix) if prefix else [],
-            memory_chunks=len(needs) - disk_chunks,
+            runs=needs.slot_runs(self._state.memory, lookup, prefix, size) if prefix else [],
+            memory_chunks=len(needed) - disk_chunks,
             disk_chunks=disk_chunks,
         )
         self._tally.decided(lookup, lookup.result)
-        if needs:
+        if needed:
             self._state.writer.touch(lookup.keys[: self._chunks(lookup)])
         # What it took to decide is not needed any more, and a client may keep many.
         lookup.keys, lookup.present, lookup.records = [], [], {}
         if lookup.answer is not None:
             answer, lookup.answer = lookup.answer, None
             answer(lookup.result)
-
-    def _runs(self, lookup: Lookup, prefix: int) -> list[protocol.SlotRun]:
-        binding, memory = self._state.binding, self._state.memory
-        size = binding.chunk_size if binding else 1
-        runs = []
-        for index, group in enumerate(lookup.engine.groups):
-            needed = geometry.chunks_needed(group, prefix, size)
-            first = max(needed.first, lookup.held_chunks)
-            entries = [memory.get(lookup.keys[chunk]) for chunk in range(first, needed.end)]
-            if not entries:
-                continue
-            for number, rank in sorted(lookup.engine.ranks.items()):
-                place = Place(number, index)
-                offsets = [entry.slots[place].offset for entry in entries if entry is not None]
-                runs.append(
-                    protocol.SlotRun(number, index, first, rank.object_bytes[index], offsets)
-                )
-        return runs
 
     def retry_waiting(self) -> None:
         """Something let go of room: lookups that wait try again, once in a turn of the loop."""
@@ -492,9 +308,3 @@ class Lookups:
             self._claim(lookup)
             if lookup.phase is Phase.WAITING:
                 full.add(lookup.session.lock)
-
-
-def _chunks_per_message(engine: Engine) -> int:
-    """How many chunks' slots the answer to a lookup can name."""
-    runs = max(1, len(engine.ranks) * sum(group.cacheable for group in engine.groups))
-    return max(0, (MAX_SLOTS_PER_ANSWER - _SLOTS_PER_RUN * runs) // runs)

@@ -15,7 +15,7 @@ import pytest
 
 from lmcache_persist.connector import ClientOptions
 from lmcache_persist.errors import ObjectCorrupt, RequestTimeout
-from lmcache_persist.server import lookups
+from lmcache_persist.server import finding
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, ChunkWrite, Place, chunk_hash_of
 from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
@@ -225,7 +225,7 @@ def test_searches_of_a_hanging_disk_do_not_pile_up(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond a bound a lookup is decided by the pool; those that gave up are never searched for."""
-    monkeypatch.setattr(lookups, "MAX_KEYS_SEARCHED", 2 * CHUNKS)
+    monkeypatch.setattr(finding, "MAX_KEYS_SEARCHED", 2 * CHUNKS)
     options = ClientOptions(request_timeout_s=10.0, lookup_timeout_s=20.0)
     with (
         local_server(root) as server,

@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "late-verdict-drops-the-new-copy",
-        "lmcache_persist/server/lookups.py",
+        "lmcache_persist/server/loading.py",
         "            state.writer.drop({entry.key: serial})\n",
         "            state.writer.drop(dict.fromkeys([entry.key]))\n",
         (_STALLED + "test_a_late_verdict_on_an_old_copy_spares_the_new_one",),

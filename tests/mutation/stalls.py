@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "searches-behind-reads",
-        _SERVER + "lookups.py",
+        _SERVER + "finding.py",
         "self._state.run(self._state.finder,",
         "self._state.run(self._state.readers,",
         (_STALLED + "test_a_hanging_read_delays_its_own_load_only",),
@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     Mutation(
         "searches-pile-up",
-        _SERVER + "lookups.py",
+        _SERVER + "finding.py",
         "(waiting and waiting + len(unknown) > MAX_KEYS_SEARCHED)",
         "False",
         (_STALLED + "test_searches_of_a_hanging_disk_do_not_pile_up",),
