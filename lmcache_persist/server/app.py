@@ -52,9 +52,9 @@ from lmcache_persist.server.losses import objects_amount
 from lmcache_persist.server.own_files import OwnFiles
 from lmcache_persist.server.state import utc_now
 from lmcache_persist.shm import PoolPaths
-from lmcache_persist.store.data_file import kernel_boot_id
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.pool import Pool
+from lmcache_persist.store.unsynced import kernel_boot_id
 from lmcache_persist.units import format_size
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from lmcache_persist.server.offline import (
 from lmcache_persist.server.report import Seen, inspect_document, matching
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import FingerprintUsage, Usage
-from lmcache_persist.store.data_file import kernel_boot_id
 from lmcache_persist.store.lmdb_open import StoreMeta
 from lmcache_persist.store.peek_child import in_child
 from lmcache_persist.store.survey import Survey, survey, survey_from_json
+from lmcache_persist.store.unsynced import kernel_boot_id
 
 MAX_WALKED_CHUNKS = 50_000
 """A store with more is not walked page by page before it is shown: that is what verify does."""

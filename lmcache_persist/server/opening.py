@@ -12,7 +12,7 @@ from lmcache_persist.errors import DiskTooSmall, PersistError, StoreDamaged, Sto
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.printable import command
 from lmcache_persist.server.recovery import Decision
-from lmcache_persist.store import data_file, lmdb_disk
+from lmcache_persist.store import aside, lmdb_disk
 from lmcache_persist.store.offline import repairing, structure_problem, verify_pages
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def _set_aside(paths: DataDir) -> None:
     log.warning(
         "the damaged store is now %s; to take back what can still be read in it, stop the server"
         " and run: %s",
-        data_file.set_aside(paths.store),
+        aside.set_aside(paths.store),
         command("recover", paths.root, "--set-aside"),
     )
 
@@ -99,7 +99,7 @@ def _open(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.L
     try:
         return attempt()
     except DiskTooSmall:
-        gone = data_file.discard_set_aside(paths.store)
+        gone = aside.discard_set_aside(paths.store)
         if gone is None:
             raise
         log.warning("there is no room for the store beside the damaged one; removed %s", gone)

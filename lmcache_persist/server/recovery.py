@@ -27,7 +27,7 @@ from lmcache_persist.errors import (
 from lmcache_persist.manifest import ManifestSnapshot, read_snapshot
 from lmcache_persist.printable import command
 from lmcache_persist.server.backup_file import is_backup
-from lmcache_persist.store import capacity, data_file
+from lmcache_persist.store import aside, capacity, data_file, meta_page, preallocation, unsynced
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import structure_problem, verify_pages
 from lmcache_persist.store.peek_child import peek_in_child
@@ -159,7 +159,7 @@ def look_at_store(
         return Found(None, StoreState.ABSENT)
     if condemned:
         return _damaged(paths, "servers keep crashing on it")
-    lost_power = data_file.lost_power_unsynced(paths.store)
+    lost_power = unsynced.lost_power_unsynced(paths.store)
     try:
         if (deep or thorough or lost_power) and (damage := verify_pages(paths.store)):
             return _damaged(paths, damage)
@@ -189,7 +189,7 @@ def look_at_store(
 
 
 def _damaged(paths: DataDir, damage: str) -> Found:
-    told = data_file.capacity_told(paths.store, at_most=DEFAULT_CAPACITY_BYTES)
+    told = meta_page.capacity_told(paths.store, at_most=DEFAULT_CAPACITY_BYTES)
     return Found(None, StoreState.DAMAGED, damage, capacity_bytes=told)
 
 
@@ -262,10 +262,10 @@ def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
     capacity.PageBudget.of(settings.capacity_bytes)
     if found.store is StoreState.PRESENT:
         path = paths.store / data_file.DATA_NAME
-        data_file.check_capacity(path, settings.capacity_bytes)
-        data_file.check_room(paths.store, settings.capacity_bytes - path.stat().st_size)
-    elif found.store is StoreState.ABSENT and not data_file.has_set_aside(paths.store):
-        data_file.check_room(paths.root, settings.capacity_bytes)
+        meta_page.check_capacity(path, settings.capacity_bytes)
+        preallocation.check_room(paths.store, settings.capacity_bytes - path.stat().st_size)
+    elif found.store is StoreState.ABSENT and not aside.has_set_aside(paths.store):
+        preallocation.check_room(paths.root, settings.capacity_bytes)
 
 
 def check_together(found: Found, data_dir: Path) -> None:

@@ -34,10 +34,10 @@ from lmcache_persist.server.offline import (
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.capacity import MIN_CAPACITY_BYTES
 from lmcache_persist.store.check import Progress
-from lmcache_persist.store.data_file import clear_unsynced
 from lmcache_persist.store.findings import Mended, Violation
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from lmcache_persist.store.lmdb_open import StoreMeta
+from lmcache_persist.store.unsynced import clear_unsynced
 from lmcache_persist.units import format_size
 
 

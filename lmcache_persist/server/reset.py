@@ -23,6 +23,7 @@ from lmcache_persist.server.offline import Confirm, existing_data_dir
 from lmcache_persist.server.room import NO_ROOM, Say
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
+from lmcache_persist.store.aside import aside_of
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
 from lmcache_persist.units import counted, moment
@@ -149,7 +150,7 @@ def _cannot(paths: DataDir, error: OSError) -> DataDirUnusable:
 
 
 def _store_folders(paths: DataDir) -> list[Path]:
-    aside = data_file.aside_of(paths.store)
+    aside = aside_of(paths.store)
     return [folder for folder in (paths.store, aside) if folder.is_dir()]
 
 

@@ -25,7 +25,7 @@ from lmcache_persist.server.losses import Loss, amount_of, objects_amount, per_m
 from lmcache_persist.server.offline import Confirm, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.server.room import Say, say_and_check_room
-from lmcache_persist.store import copying, data_file, lmdb_open
+from lmcache_persist.store import copying, data_file, lmdb_open, preallocation, unsynced
 from lmcache_persist.store.base import ChunkRecord
 from lmcache_persist.store.capacity import PageBudget
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -112,7 +112,7 @@ def _grow(paths: DataDir, found: Found, capacity_bytes: int, say: Say) -> Resize
     path = paths.store / data_file.DATA_NAME
     missing = max(0, capacity_bytes - path.stat().st_size)
     say_and_check_room(say, paths.store, missing)
-    data_file.preallocate(path, capacity_bytes)
+    preallocation.preallocate(path, capacity_bytes)
     failpoints.hit("resize.after_preallocate")
     disk = LmdbDisk.open(paths.store, capacity_bytes)
     try:
@@ -154,7 +154,7 @@ def _shrink(
         raise StoreIOError(f"the new store cannot take its place: {error.strerror}") from error
     data_file.sync_directory(paths.store)
     failpoints.hit("resize.after_rename")
-    data_file.clear_unsynced(paths.store)  # what the note was about is not there any more
+    unsynced.clear_unsynced(paths.store)  # what the note was about is not there any more
     _remove(hidden)
     dropped = [planned.stale.total, planned.too_much.total, bad.total]
     return Resized(

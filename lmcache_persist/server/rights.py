@@ -10,7 +10,8 @@ import os
 
 from lmcache_persist.datadir import DataDir, Modes
 from lmcache_persist.manifest.files import files_of
-from lmcache_persist.store.data_file import DATA_NAME, UNSYNCED_NAME
+from lmcache_persist.store.data_file import DATA_NAME
+from lmcache_persist.store.unsynced import UNSYNCED_NAME
 
 
 def settle(paths: DataDir, modes: Modes) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lmcache_persist.store import data_file
+from lmcache_persist.store import preallocation
 from lmcache_persist.units import exact_size
 
 Say = Callable[[str], None]
@@ -25,8 +25,8 @@ def say_and_check_room(
     needed: int,
     more: str = "",
     *,
-    what: str = data_file.STORE,
-    way_out: str = data_file.LESS_CAPACITY,
+    what: str = preallocation.STORE,
+    way_out: str = preallocation.LESS_CAPACITY,
 ) -> None:
     """Say what is needed and what there is; refuse if that is too little.
 
@@ -47,7 +47,7 @@ def say_and_check_room(
         f"this needs {exact_size(needed)} more in {folder}, which has {exact_size(available)}"
         f" available{more}"
     )
-    data_file.check_room(folder, needed, what=what, way_out=way_out)
+    preallocation.check_room(folder, needed, what=what, way_out=way_out)
 
 
 def say_and_check_manifest_room(say: Say, folder: Path) -> None:

@@ -22,6 +22,7 @@ from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.offline import refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import Found, StoreState
 from lmcache_persist.store import copying, data_file
+from lmcache_persist.store.aside import aside_of, discard_set_aside
 from lmcache_persist.store.base import ChunkRecord
 from lmcache_persist.store.offline import OfflineStore
 from lmcache_persist.store.salvage import Salvaged, make_readable
@@ -72,7 +73,7 @@ def salvage(
         found = recovery.look(paths, deep=crashes.crashed_last_time(paths))
         recovery.check_together(found, data_dir)
         recovery.refuse_if_damaged(found, paths)
-        aside = data_file.aside_of(paths.store)
+        aside = aside_of(paths.store)
         if not data_file.exists(aside):
             return None
         if found.binding is None or found.store is StoreState.ABSENT:
@@ -85,7 +86,7 @@ def salvage(
         failpoints.hit("salvage.before_removal")
         removed = not salvaged.no_room.total.chunks
         if removed:
-            data_file.discard_set_aside(paths.store)
+            discard_set_aside(paths.store)
     return Outcome(salvaged, aside, removed)
 
 

@@ -28,8 +28,8 @@ from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.stats import StatsReport
 from lmcache_persist.server.stores import Stores
 from lmcache_persist.server.wire import Answer
-from lmcache_persist.store.data_file import kernel_boot_id
 from lmcache_persist.store.survey import survey
+from lmcache_persist.store.unsynced import kernel_boot_id
 from lmcache_persist.store.writer import Outcome
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import lmdb
 from lmcache_persist import failpoints
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreFull
-from lmcache_persist.store import capacity, data_file, lmdb_open
+from lmcache_persist.store import capacity, data_file, lmdb_open, unsynced
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import (
     MAX_PENDING_TOUCHES,
@@ -135,20 +135,20 @@ class LmdbDisk(StoreReads, GrowsInUse, DiskTier):
             lmdb_open.create(directory, capacity_bytes, uuid)
         lmdb_open.prepare(directory, capacity_bytes)
         if relaxed:
-            data_file.mark_unsynced(directory)
+            unsynced.mark_unsynced(directory)
         env = lmdb_open.open_environment(directory, capacity_bytes, sync=not relaxed)
         try:
             disk = cls(directory, env, capacity_bytes, relaxed=relaxed)
             disk._begin_use()
             if not relaxed:
-                data_file.clear_unsynced(directory)
+                unsynced.clear_unsynced(directory)
         except BaseException:
             env.close()
             raise
         return disk
 
     def _begin_use(self) -> None:
-        mode = {"relaxed": self.relaxed, "kernel_boot_id": data_file.kernel_boot_id()}
+        mode = {"relaxed": self.relaxed, "kernel_boot_id": unsynced.kernel_boot_id()}
         with mapping_errors("the store cannot be opened"):
             with self._env.begin(write=True) as txn:
                 txn.delete(fmt.META_SHUTDOWN, db=self._dbs.meta)
@@ -476,7 +476,7 @@ class LmdbDisk(StoreReads, GrowsInUse, DiskTier):
                 if not self._map_lost:
                     self._env.close()
             if self.relaxed:
-                data_file.clear_unsynced(self.directory)
+                unsynced.clear_unsynced(self.directory)
 
     def _mark_clean(self) -> None:
         with mapping_errors("the store cannot be closed"):

@@ -25,7 +25,7 @@ import lmdb
 
 from lmcache_persist import failpoints
 from lmcache_persist.errors import StoreError, StoreIOError
-from lmcache_persist.store import capacity, data_file
+from lmcache_persist.store import capacity, data_file, preallocation
 from lmcache_persist.store.lmdb_errors import mapping_errors
 from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_txn import StoreTxn
@@ -64,9 +64,9 @@ class GrowsInUse:
             on_piece(done)
 
         with mapping_errors("the store cannot grow"):
-            data_file.check_room(self.directory, capacity_bytes - self.capacity_bytes)
+            preallocation.check_room(self.directory, capacity_bytes - self.capacity_bytes)
             in_use = self._reader.fileno()
-            data_file.extend(path, in_use, self.capacity_bytes, capacity_bytes, piece)
+            preallocation.extend(path, in_use, self.capacity_bytes, capacity_bytes, piece)
             try:
                 _try_map(path, capacity_bytes)
             except BaseException:
@@ -78,7 +78,7 @@ class GrowsInUse:
         """See :meth:`DiskTier.give_back`; if that fails, the next start does it."""
         try:
             path = self.directory / data_file.DATA_NAME
-            data_file.cut_back(path, self._reader.fileno(), self.capacity_bytes)
+            preallocation.cut_back(path, self._reader.fileno(), self.capacity_bytes)
         except StoreError as error:
             logger.warning("the next start of the store gives room back: %s", error)
 

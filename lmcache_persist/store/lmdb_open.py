@@ -20,7 +20,7 @@ import lmdb
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import FormatTooNew, PersistError, StoreDamaged
-from lmcache_persist.store import data_file
+from lmcache_persist.store import data_file, meta_page, preallocation
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.data_file import DATA_NAME, DIR_MODE, FILE_MODE, LOCK_NAME
 from lmcache_persist.store.lmdb_errors import mapping_errors
@@ -94,7 +94,7 @@ def create(directory: Path, capacity_bytes: int, uuid: str | None) -> None:
         try:
             directory.mkdir(mode=DIR_MODE, exist_ok=True)
             directory.chmod(DIR_MODE)
-            data_file.check_room(directory, capacity_bytes + _ROOM_FOR_FOLDERS_BYTES)
+            preallocation.check_room(directory, capacity_bytes + _ROOM_FOR_FOLDERS_BYTES)
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.mkdir(mode=DIR_MODE)
             _make(hidden, capacity_bytes, uuid or secrets.token_hex(16))
@@ -119,7 +119,7 @@ def _make(hidden: Path, capacity_bytes: int, uuid: str) -> None:
     finally:
         env.close()
     (hidden / DATA_NAME).chmod(FILE_MODE)
-    data_file.preallocate(hidden / DATA_NAME, capacity_bytes)
+    preallocation.preallocate(hidden / DATA_NAME, capacity_bytes)
 
 
 def prepare(directory: Path, capacity_bytes: int) -> None:
@@ -135,10 +135,10 @@ def prepare(directory: Path, capacity_bytes: int) -> None:
     """
     path = directory / DATA_NAME
     with mapping_errors(f"the store in {directory} cannot be opened"):
-        problem = data_file.length_problem(path)
+        problem = meta_page.length_problem(path)
         if problem:
             raise StoreDamaged(problem)
-        data_file.check_capacity(path, capacity_bytes)
+        meta_page.check_capacity(path, capacity_bytes)
         shutil.rmtree(directory / NEW_NAME, ignore_errors=True)
         (directory / LOCK_NAME).unlink(missing_ok=True)
         # What a group was given to read stays: that is for its server to say.
@@ -146,8 +146,8 @@ def prepare(directory: Path, capacity_bytes: int) -> None:
         _narrow(path, FILE_MODE, _GROUP_FILE_BITS)
         missing = capacity_bytes - path.stat().st_size
         if missing > 0:
-            data_file.check_room(directory, missing)
-        data_file.preallocate(path, capacity_bytes)
+            preallocation.check_room(directory, missing)
+        preallocation.preallocate(path, capacity_bytes)
 
 
 def _narrow(path: Path, mode: int, group_bits: int) -> None:
@@ -195,13 +195,13 @@ def open_offline(directory: Path) -> Iterator[tuple[lmdb.Environment, Databases]
         StoreIOError: as said.
     """
     path = directory / DATA_NAME
-    problem = data_file.length_problem(path)
+    problem = meta_page.length_problem(path)
     if problem:
         raise StoreDamaged(problem)
     with mapping_errors(f"the store in {directory} cannot be read"):
         env = lmdb.open(
             str(directory),
-            map_size=data_file.read_meta_page(path).map_bytes,
+            map_size=meta_page.read_meta_page(path).map_bytes,
             create=False,
             readonly=True,
             lock=False,

@@ -17,16 +17,17 @@ import lmdb.verify
 
 from lmcache_persist.binding import Binding
 from lmcache_persist.errors import StoreDamaged, StoreIOError
-from lmcache_persist.store import data_file, lmdb_open
+from lmcache_persist.store import data_file, lmdb_open, meta_page, unsynced
 from lmcache_persist.store import format as fmt
+from lmcache_persist.store.aside import set_aside
 from lmcache_persist.store.base import ChunkKey, ChunkRecord
 from lmcache_persist.store.capacity import PageBudget
 from lmcache_persist.store.check import Progress, Violation, check_store
-from lmcache_persist.store.data_file import capacity_told, set_aside
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
 from lmcache_persist.store.lmdb_reader import StoreReader, usage_of
 from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_select import record_of
+from lmcache_persist.store.meta_page import capacity_told
 from lmcache_persist.store.repair import Repair
 from lmcache_persist.store.tally import entries
 
@@ -119,8 +120,8 @@ def looks_damaged(directory: Path) -> str | None:
         FileNotFoundError: there is no data file.
         StoreIOError: it cannot be read.
     """
-    problem = data_file.length_problem(directory / data_file.DATA_NAME)
-    if problem is None and data_file.lost_power_unsynced(directory):
+    problem = meta_page.length_problem(directory / data_file.DATA_NAME)
+    if problem is None and unsynced.lost_power_unsynced(directory):
         return verify_pages(directory)
     return problem
 
@@ -259,7 +260,7 @@ def repairing(
         StoreDamaged: it must not be mapped, or is none of ours.
         StoreIOError: as said.
     """
-    capacity_bytes = data_file.read_meta_page(directory / data_file.DATA_NAME).map_bytes
+    capacity_bytes = meta_page.read_meta_page(directory / data_file.DATA_NAME).map_bytes
     lmdb_open.prepare(directory, capacity_bytes)
     env = lmdb_open.open_environment(directory, capacity_bytes, sync=True)
     try:
@@ -290,7 +291,7 @@ def check(directory: Path, *, digests: bool = True) -> Iterator[Violation]:
         FormatTooNew: a newer version wrote it.
         StoreIOError: it cannot be read.
     """
-    problem = data_file.length_problem(directory / data_file.DATA_NAME) or verify_pages(directory)
+    problem = meta_page.length_problem(directory / data_file.DATA_NAME) or verify_pages(directory)
     if problem:
         yield Violation("data file", problem)
         return

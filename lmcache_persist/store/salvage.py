@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmcache_persist.errors import ObjectCorrupt, StoreDamaged, StoreIOError
-from lmcache_persist.store import capacity, data_file
+from lmcache_persist.store import capacity, data_file, meta_page
 from lmcache_persist.store.base import ChunkRecord
 from lmcache_persist.store.check import Progress
 from lmcache_persist.store.copying import StoreCopy, Tally, read_chunk, sizes_of
@@ -46,7 +46,7 @@ def make_readable(directory: Path, *, at_most: int) -> None:
     Args:
         directory: the store's folder, in nobody's use.
         at_most: bytes of a file that was cut, unless it is that long: see
-            :func:`~.data_file.capacity_told`.
+            :func:`~.meta_page.capacity_told`.
 
     Raises:
         StoreDamaged: its trees cannot be walked, or nothing says where they are.
@@ -55,12 +55,12 @@ def make_readable(directory: Path, *, at_most: int) -> None:
         StoreIOError: as said.
     """
     path = directory / data_file.DATA_NAME
-    data_file.read_meta_page(path)
-    found, told = path.stat().st_size, data_file.capacity_told(directory, at_most=at_most)
+    meta_page.read_meta_page(path)
+    found, told = path.stat().st_size, meta_page.capacity_told(directory, at_most=at_most)
     try:
         if found < told:
             os.truncate(path, told)  # a hole; what was cut off may never have been in use
-        problem = data_file.length_problem(path) or verify_pages(directory)
+        problem = meta_page.length_problem(path) or verify_pages(directory)
         if problem and found < told:
             os.truncate(path, found)
     except OSError as error:

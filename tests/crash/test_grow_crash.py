@@ -15,7 +15,7 @@ from lmcache_persist import failpoints, protocol
 from lmcache_persist.connector import CacheClient, ClientOptions
 from lmcache_persist.errors import PersistError, StoreBusy
 from lmcache_persist.server.looking import inspect_offline
-from lmcache_persist.store import data_file
+from lmcache_persist.store import preallocation
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from store_support import assert_reads_back
 from support.data_dirs import chunk_of, make, records_of
@@ -54,7 +54,7 @@ def size_of(root: Path) -> int:
 
 def grow(root: Path) -> None:
     """As a live server does, with pieces of 16 MiB and a write before the note."""
-    data_file._PIECE_BYTES = 16 * MIB
+    preallocation._PIECE_BYTES = 16 * MIB
     disk = LmdbDisk.open(root / "store", BEFORE)
     disk.allocate(AFTER, lambda done: None)
     disk.grow(AFTER, over_bytes=BEFORE)

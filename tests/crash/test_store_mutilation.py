@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache_persist.errors import StoreDamaged
-from lmcache_persist.store import data_file, offline
+from lmcache_persist.store import aside, offline
 from lmcache_persist.store.base import Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from store_support import FULL_EXTENT, MIB, UUID, binding, chunk, key, overwrite, positions
@@ -116,7 +116,7 @@ def test_cut_file_is_refused(directory: Path, length: int | str) -> None:
     with pytest.raises(StoreDamaged, match="data file"):
         LmdbDisk.open(directory, CAPACITY)
     assert (directory / "data.mdb").stat().st_size == nbytes
-    data_file.set_aside(directory)
+    aside.set_aside(directory)
     fresh = LmdbDisk.open(directory, CAPACITY)
     assert fresh.usage().chunks == 0
     fresh.close()

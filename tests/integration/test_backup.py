@@ -29,7 +29,7 @@ from lmcache_persist.server import backup_file
 from lmcache_persist.server.backup import FilesSource, back_up
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.restore import restore
-from lmcache_persist.store import data_file
+from lmcache_persist.store import preallocation
 from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.emulated import EmulatedEngine
@@ -373,7 +373,7 @@ def test_too_little_room_is_refused_with_both_numbers(
     assert "(10995116" in err
     assert "available" in err
     assert cli_here("restore", str(backup), str(root / "r"), "--capacity", "0")[0] == 2
-    monkeypatch.setattr(data_file, "check_room", too_small)
+    monkeypatch.setattr(preallocation, "check_room", too_small)
     code, _, err = cli_here("backup", str(root / "d"), str(root / "c"))
     assert code == 5
     assert f"this needs 16MiB ({16 << 20} bytes) more" in err

@@ -15,7 +15,7 @@ from lmcache_persist.manifest import read_snapshot
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.resize import Resized
 from lmcache_persist.server.resize import resize as carry_out
-from lmcache_persist.store import data_file
+from lmcache_persist.store import preallocation
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from store_support import assert_reads_back
 from support.data_dirs import chunk_of, key_of, make, records_of
@@ -177,7 +177,7 @@ def test_what_cannot_be_done_is_refused(root: Path, monkeypatch: pytest.MonkeyPa
     def too_small(directory: Path, needed_bytes: int, **_: str) -> None:
         raise DiskTooSmall(f"no {needed_bytes}")
 
-    monkeypatch.setattr(data_file, "check_room", too_small)
+    monkeypatch.setattr(preallocation, "check_room", too_small)
     code, err = refused(root / "d", "--capacity", "64MiB", "--yes")
     assert (code, str(64 * MIB) in err) == (5, True)
 

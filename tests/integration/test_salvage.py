@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_persist.store import data_file
+from lmcache_persist.store import meta_page, unsynced
+from lmcache_persist.store.aside import set_aside
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
@@ -34,7 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("salvage")
     make(folder / "d", capacity_bytes=CAPACITY, chunks=(CHUNKS,))
     emptied = shutil.copytree(folder / "d", folder / "emptied")
-    data_file.set_aside(emptied / "store")
+    set_aside(emptied / "store")
     assert quiet("verify", str(emptied), "--repair")[0] == 0
     assert quiet("resize", str(emptied), "--capacity", str(CAPACITY))[0] == 0
     assert not records_of(emptied)
@@ -53,7 +54,7 @@ def put_away(data_dir: Path, prepared: Path) -> Callable[[Damage], None]:
 
     def act(damage: Damage) -> None:
         damage(data_dir / "store")
-        data_file.set_aside(data_dir / "store")
+        set_aside(data_dir / "store")
         shutil.copytree(prepared / "emptied" / "store", data_dir / "store")
 
     return act
@@ -61,12 +62,12 @@ def put_away(data_dir: Path, prepared: Path) -> Callable[[Damage], None]:
 
 def used_bytes(store: Path) -> int:
     """What is used of the data file."""
-    return (data_file.read_meta_page(store / "data.mdb").last_page + 1) * PAGE
+    return (meta_page.read_meta_page(store / "data.mdb").last_page + 1) * PAGE
 
 
 def power_lost(store: Path) -> None:
     """As after a power loss with relaxed durability: the note of another boot of the kernel."""
-    (store / data_file.UNSYNCED_NAME).write_text("another boot")
+    (store / unsynced.UNSYNCED_NAME).write_text("another boot")
 
 
 def main_root(store: Path) -> int:
@@ -206,7 +207,7 @@ def test_what_has_no_room_stays_aside_until_there_is(root: Path) -> None:
     """The most recently used come first; after the hint's resize the rest comes, too."""
     data_dir = make(root / "d", capacity_bytes=128 << 20, chunks=(40,), nbytes=1 << 20)
     power_lost(data_dir / "store")
-    data_file.set_aside(data_dir / "store")
+    set_aside(data_dir / "store")
     assert quiet("verify", str(data_dir), "--repair")[0] == 0
     code, out, err = quiet("recover", str(data_dir), "--set-aside")
     assert code == 0

@@ -27,7 +27,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trust-relaxed-after-a-power-cut",
-        _STORE + "data_file.py",
+        _STORE + "unsynced.py",
         "    return noted != kernel_boot_id()",
         "    return False",
         (_POWER + "test_relaxed_is_not_trusted_after_a_cut",),
@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         "newer-lmdb-is-damage",
-        _STORE + "data_file.py",
+        _STORE + "meta_page.py",
         "        raise FormatTooNew(",
         "        raise StoreDamaged(",
         (_DAMAGE + "test_foreign_bytes_are_refused",),

@@ -49,14 +49,14 @@ MUTATIONS = (
     ),
     Mutation(
         "longer-without-blocks",
-        _STORE + "data_file.py",
+        _STORE + "preallocation.py",
         "            os.posix_fallocate(fd, start, nbytes)\n",
         "            os.ftruncate(fd, start + nbytes)\n",
         (f"{GROW}test_a_store_grows_while_it_is_open",),
     ),
     Mutation(
         "allocates-where-the-map-is",
-        _STORE + "data_file.py",
+        _STORE + "preallocation.py",
         "    starts = range(held_bytes, length_bytes, _PIECE_BYTES)\n",
         "    starts = range(0, length_bytes, _PIECE_BYTES)\n",
         (f"{GROW}test_room_that_is_not_there_is_given_back",),
@@ -70,7 +70,7 @@ MUTATIONS = (
     ),
     Mutation(
         "grows-somebody-elses-file",
-        _STORE + "data_file.py",
+        _STORE + "preallocation.py",
         "    if not os.path.samestat(os.fstat(fd), os.fstat(in_use)):\n",
         "    if False:\n",
         (f"{GROW}test_another_file_in_its_place_is_left_alone",),

@@ -22,7 +22,7 @@ from lmcache_persist.errors import (
     StoreDamaged,
     StoreIOError,
 )
-from lmcache_persist.store import data_file, extent_reader, lmdb_disk, offline
+from lmcache_persist.store import aside, extent_reader, lmdb_disk, meta_page, offline, unsynced
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -234,12 +234,12 @@ def test_relaxed_is_marked(opened: Opener, directory: Path) -> None:
     tier = opened(relaxed=True)
     tier.write_stamp(binding())
     tier.write([chunk(1)])
-    assert (directory / "unsynced").read_text() == data_file.kernel_boot_id()
+    assert (directory / "unsynced").read_text() == unsynced.kernel_boot_id()
     assert offline.looks_damaged(directory) is None
     tier.close()
     assert not (directory / "unsynced").exists()
     (directory / "unsynced").write_text("another boot")
-    assert data_file.lost_power_unsynced(directory)
+    assert unsynced.lost_power_unsynced(directory)
     assert offline.looks_damaged(directory) is None, "verified, and found whole"
     tier = opened()
     assert not (directory / "unsynced").exists()
@@ -258,7 +258,7 @@ def test_unsynced_and_broken_is_noticed(opened: Opener, directory: Path) -> None
     assert offline.looks_damaged(directory) is None
     (directory / "unsynced").write_text("another boot")
     assert offline.looks_damaged(directory) is not None
-    data_file.set_aside(directory)
+    aside.set_aside(directory)
 
 
 def test_reads_without_the_map(
@@ -354,7 +354,7 @@ def test_newer_format_is_refused(opened: Opener, directory: Path) -> None:
         offline.peek(directory)
     with pytest.raises(FormatTooNew):
         LmdbDisk.open(directory, CAPACITY)
-    data_file.set_aside(directory)
+    aside.set_aside(directory)
 
 
 def test_swapped_records_are_misses(opened: Opener, directory: Path) -> None:
@@ -537,16 +537,16 @@ def test_peek_changes_nothing(opened: Opener, directory: Path) -> None:
 
 def test_a_damaged_store_tells_its_size_or_nothing(directory: Path) -> None:
     """Its meta page is believed within bounds: a wild number is no size to make a store of."""
-    assert data_file.capacity_told(directory, at_most=MIB) == 0
+    assert meta_page.capacity_told(directory, at_most=MIB) == 0
     LmdbDisk.open(directory, CAPACITY).close()
     path = directory / "data.mdb"
-    assert data_file.capacity_told(directory, at_most=MIB) == CAPACITY
+    assert meta_page.capacity_told(directory, at_most=MIB) == CAPACITY
     os.truncate(path, 3 * 4096)
-    assert data_file.capacity_told(directory, at_most=CAPACITY) == CAPACITY
-    assert data_file.capacity_told(directory, at_most=CAPACITY - 1) == 0
+    assert meta_page.capacity_told(directory, at_most=CAPACITY) == CAPACITY
+    assert meta_page.capacity_told(directory, at_most=CAPACITY - 1) == 0
     with path.open("r+b") as file:
         file.write(b"\0" * 8192)
-    assert data_file.capacity_told(directory, at_most=CAPACITY) == 0
+    assert meta_page.capacity_told(directory, at_most=CAPACITY) == 0
 
 
 def test_set_aside_keeps_one(tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ def test_set_aside_keeps_one(tmp_path: Path) -> None:
     for text in ("first", "second"):
         (tmp_path / "store").mkdir()
         (tmp_path / "store" / "data.mdb").write_text(text)
-        assert data_file.set_aside(tmp_path / "store") == tmp_path / "store.damaged"
+        assert aside.set_aside(tmp_path / "store") == tmp_path / "store.damaged"
     assert (tmp_path / "store.damaged" / "data.mdb").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["store.damaged"]
 

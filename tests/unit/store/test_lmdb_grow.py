@@ -22,7 +22,7 @@ from lmcache_persist.errors import (
     StoreError,
     StoreIOError,
 )
-from lmcache_persist.store import data_file, lmdb_grow, offline
+from lmcache_persist.store import lmdb_grow, offline, preallocation
 from lmcache_persist.store.base import ChunkWrite, Place
 from lmcache_persist.store.capacity import PageBudget
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -119,7 +119,7 @@ def test_room_that_is_not_there_is_given_back(
     disk: LmdbDisk, directory: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Whatever piece fails, the file is as it was, the numbers are named, the store goes on."""
-    monkeypatch.setattr(data_file, "_PIECE_BYTES", 8 * MIB)
+    monkeypatch.setattr(preallocation, "_PIECE_BYTES", 8 * MIB)
     real, pieces = os.posix_fallocate, []
 
     def allocate(fd: int, start: int, nbytes: int) -> None:
@@ -356,7 +356,7 @@ def test_every_call_of_a_growth_fails_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, code: int, after: bool
 ) -> None:
     """A typed error, the old capacity or the new one, all bytes there, and again it works."""
-    monkeypatch.setattr(data_file, "_PIECE_BYTES", 16 * MIB)
+    monkeypatch.setattr(preallocation, "_PIECE_BYTES", 16 * MIB)
     fired: list[str] = []
     for nth in range(1, 200):
         directory = tmp_path / f"run-{nth}" / "store"
