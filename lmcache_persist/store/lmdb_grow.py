@@ -17,9 +17,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import lmdb
 
@@ -27,10 +25,7 @@ from lmcache_persist import failpoints
 from lmcache_persist.errors import StoreError, StoreIOError
 from lmcache_persist.store import capacity, data_file, preallocation
 from lmcache_persist.store.lmdb_errors import mapping_errors
-from lmcache_persist.store.lmdb_reader import StoreReader
-from lmcache_persist.store.lmdb_txn import StoreTxn
-
-_T = TypeVar("_T")
+from lmcache_persist.store.lmdb_transact import Transacts
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +33,11 @@ QUIET_S = 1.0
 """Seconds that a growth waits for older reads, then, with new ones held up, for those since."""
 
 
-class GrowsInUse:
+class GrowsInUse(Transacts):
     """The part of a disk tier on LMDB that makes it larger."""
 
-    directory: Path
     capacity_bytes: int
-    _env: lmdb.Environment
-    _reader: StoreReader
-    _budget: capacity.PageBudget
-    _writer: AbstractContextManager[bool]
     _map_lost = False
-
-    if TYPE_CHECKING:
-
-        def _transact(
-            self, change: Callable[[StoreTxn], _T], before: str = "", after: str = ""
-        ) -> _T: ...
 
     def allocate(self, capacity_bytes: int, on_piece: Callable[[int], None]) -> None:
         """See :meth:`DiskTier.allocate`."""

@@ -22,7 +22,7 @@ from lmcache_persist.errors import (
     StoreDamaged,
     StoreIOError,
 )
-from lmcache_persist.store import aside, extent_reader, lmdb_disk, meta_page, offline, unsynced
+from lmcache_persist.store import aside, extent_reader, lmdb_evict, meta_page, offline, unsynced
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import ChunkKey, Place
 from lmcache_persist.store.lmdb_disk import LmdbDisk
@@ -620,7 +620,7 @@ def test_readers_beside_the_writer(opened: Opener) -> None:
 
 def test_slow_read_is_no_one_way_street(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a read keeps freed pages, writes are dropped and evict little; then they go on."""
-    monkeypatch.setattr(lmdb_disk, "_SLOW_READ_S", 0.01)
+    monkeypatch.setattr(lmdb_evict, "_SLOW_READ_S", 0.01)
     tier = opened()
     dropped = 0
     with tier._reader.transaction() as txn:
