@@ -15,7 +15,7 @@ from lmcache_persist.server.lookup import Lookup, Phase, Wanted
 from lmcache_persist.server.reading import Read, read_objects
 from lmcache_persist.server.state import ServerState
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place
-from lmcache_persist.store.memory import Entry
+from lmcache_persist.store.slots import Entry
 from lmcache_persist.store.throttle import Throttle
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from lmcache_persist.server.registration import Engine
 from lmcache_persist.server.sessions import Session
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.base import ChunkKey, ChunkRecord, Place
-from lmcache_persist.store.memory import Entry
+from lmcache_persist.store.slots import Entry
 
 Wanted = tuple[ChunkKey, Place]
 

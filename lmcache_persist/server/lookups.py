@@ -26,7 +26,7 @@ from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.tally import Tally
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.base import ChunkKey, Place, chunk_key
-from lmcache_persist.store.memory import Slot
+from lmcache_persist.store.slots import Slot
 
 MAX_LOOKUPS_PER_SESSION = 4096
 

@@ -22,7 +22,7 @@ from lmcache_persist.server.state import ServerState
 from lmcache_persist.server.wire import Answer
 from lmcache_persist.store.allocator import slot_bytes
 from lmcache_persist.store.base import ChunkKey, DropReason, chunk_key
-from lmcache_persist.store.memory import Reservation, Writeable
+from lmcache_persist.store.slots import Reservation, Writeable
 from lmcache_persist.store.writer import Outcome, WriteJob
 
 MAX_FLUSHES_PER_SESSION = 64

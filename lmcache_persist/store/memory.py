@@ -1,4 +1,4 @@
-"""The memory tier: which chunks are in the pool's slots, and who holds them there.
+"""The memory tier: how objects come into the pool's slots, and from there to the disk.
 
 An object's life here: *reserved* (a client writes into its slot) -> *committed* (the client
 said so, every extent's stamp is gone) -> handed to the writer once every rank committed
@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Mapping
 
 from lmcache_persist.errors import LeaseError, SlotNotWritten
-from lmcache_persist.identity import Fingerprint
 from lmcache_persist.store.allocator import SlotAllocator, slot_bytes
-from lmcache_persist.store.base import ChunkKey, Place, fingerprint_of
+from lmcache_persist.store.base import ChunkKey, Place
 from lmcache_persist.store.pool import Pool
+from lmcache_persist.store.residents import Residents
 from lmcache_persist.store.sequence import CommitSequence
+from lmcache_persist.store.slots import Entry, Reservation, Slot, Writeable
 
 REST_S = 1.0
 """Seconds that a dead client's reserved slot rests before it is handed out again."""
@@ -37,125 +37,22 @@ PARTIAL_S = 10.0
 """Seconds that a chunk waits for the commits of its other ranks before it is dropped."""
 
 
-@dataclass(slots=True)
-class Slot:
-    """Room for one object in the pool, and whether its bytes are there."""
-
-    offset: int
-    nbytes: int
-    ready: bool = False
-
-
-@dataclass(slots=True)
-class Entry:
-    """One chunk in the pool.
-
-    Attributes:
-        key: the chunk.
-        world_size: ranks that a group needs to be complete.
-        since_s: monotonic time of the commit that left a group incomplete.
-        slots: by place.
-        queued: groups that the disk has, or that the writer was given.
-        leases: lookups that hold it.
-        pins: writes and loads that use its slots.
-        seqs: commits that wait for other ranks.
-        unwanted: to be dropped as soon as nobody holds it.
-    """
-
-    key: ChunkKey
-    world_size: int
-    since_s: float
-    slots: dict[Place, Slot] = field(default_factory=dict)
-    queued: int = 0
-    leases: int = 0
-    pins: int = 0
-    seqs: list[int] = field(default_factory=list)
-    unwanted: bool = False
-
-    def mask(self) -> int:
-        """Bit mask of the groups whose object is here for every rank: what lookups may use."""
-        return sum(1 << group for group, count in self._ready().items() if count == self.world_size)
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether a group waits for the objects of other ranks."""
-        return any(count < self.world_size for count in self._ready().values())
-
-    def _ready(self) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for place, slot in self.slots.items():
-            if slot.ready:
-                counts[place.group] = counts.get(place.group, 0) + 1
-        return counts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool that it takes."""
-        return sum(slot_bytes(slot.nbytes) for slot in self.slots.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Slots that a client may write: one chunk's groups of one rank."""
-
-    number: int
-    owner: str
-    key: ChunkKey
-    rank: int
-    world_size: int
-    slots: Mapping[int, Slot]
-    stamps: Mapping[int, bytes]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool that it takes."""
-        return sum(slot_bytes(slot.nbytes) for slot in self.slots.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Writeable:
-    """What of a chunk is ready for the disk: all ranks of the groups in ``mask``.
-
-    Attributes:
-        entry: the chunk, pinned until :meth:`MemoryTier.written`.
-        mask: bit i set: group i.
-        seqs: commits that are settled by this write, and by no earlier one.
-        nbytes: of the pool that its slots take.
-    """
-
-    entry: Entry
-    mask: int
-    seqs: tuple[int, ...]
-    nbytes: int
-
-
-class MemoryTier:
+class MemoryTier(Residents):
     """Chunks in the pool.
 
     Attributes:
-        evictions: chunks evicted from the pool.
-        dropped: chunks that were committed and did not become durable.
-        incomplete: those of ``dropped`` whose other ranks' part never came.
         committed_bytes: bytes of objects that commits brought.
+        unwritten_bytes: of the pool that committed chunks take until the disk has them.
 
     Threads: one (the server's loop). Other threads only use the views handed to them,
     whose entries are pinned meanwhile.
-
-    Attributes:
-        unwritten_bytes: of the pool that committed chunks take until the disk has them.
     """
 
     def __init__(self, pool: Pool, sequence: CommitSequence) -> None:
+        super().__init__(SlotAllocator(pool.size_bytes), sequence)
         self.pool = pool
-        self.allocator = SlotAllocator(pool.size_bytes)
-        self.sequence = sequence
         self.share_bytes = self.allocator.size_bytes // 2
-        self.evictions = 0
-        self.dropped = 0
-        self.incomplete = 0
         self.committed_bytes = 0
-        self._entries: dict[ChunkKey, Entry] = {}
-        self._evictable: OrderedDict[ChunkKey, Entry] = OrderedDict()
         self._reservations: dict[int, Reservation] = {}
         # From a start that no other boot has: a number of an earlier one must name nothing here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
@@ -167,22 +64,10 @@ class MemoryTier:
 
     # -- looking -----------------------------------------------------------------------
 
-    def get(self, key: ChunkKey) -> Entry | None:
-        """The chunk's entry, visible or not."""
-        return self._entries.get(key)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def reservations(self) -> int:
         """Reservations that are open."""
         return len(self._reservations)
-
-    @property
-    def evictable_bytes(self) -> int:
-        """Bytes of entries that nobody holds."""
-        return sum(entry.nbytes for entry in self._evictable.values())
 
     @property
     def all_reserved_bytes(self) -> int:
@@ -314,6 +199,16 @@ class MemoryTier:
             if now_s - entry.since_s > PARTIAL_S:
                 self._drop_incomplete(entry)
 
+    def written(self, ready: Writeable, *, durable: bool) -> None:
+        """The writer is done with it; its commits are settled either way."""
+        self.unwritten_bytes -= ready.nbytes
+        if not durable:
+            self.dropped += 1
+            ready.entry.queued &= ~ready.mask
+        for seq in ready.seqs:
+            self.sequence.settle(seq)
+        self.unpin(ready.entry)
+
     def _partials(self) -> Iterator[Entry]:
         # Only entries with open commits can be partial, and those are never evictable.
         held = [e for k, e in self._entries.items() if k not in self._evictable]
@@ -340,149 +235,3 @@ class MemoryTier:
         self._reserved_bytes[owner] = self.reserved_bytes(owner) - reservation.nbytes
         self._reserved_in_all -= reservation.nbytes
         return reservation
-
-    # -- holding -----------------------------------------------------------------------
-
-    def allocate(self, sizes: Sequence[int]) -> list[int] | None:
-        """Offsets for all of ``sizes`` or for none, evicting what nobody holds."""
-        offsets: list[int] = []
-        for nbytes in sizes:
-            offset = self.allocator.allocate(nbytes)
-            while offset is None and self._evict_one():
-                offset = self.allocator.allocate(nbytes)
-            if offset is None:
-                for taken in offsets:
-                    self.allocator.free(taken)
-                return None
-            offsets.append(offset)
-        return offsets
-
-    def _evict_one(self) -> bool:
-        if not self._evictable:
-            return False
-        _, entry = self._evictable.popitem(last=False)
-        self._remove(entry)
-        self.evictions += 1
-        return True
-
-    def loading(self, key: ChunkKey, world_size: int, on_disk: int, now_s: float) -> Entry:
-        """The entry to load a chunk's objects into, made if there is none; not settled yet."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = Entry(key, world_size, now_s)
-        entry.queued |= on_disk
-        return entry
-
-    def lease(self, entry: Entry) -> None:
-        """One more lookup counts on the entry's slots."""
-        entry.leases += 1
-        self._evictable.pop(entry.key, None)
-
-    def unlease(self, entry: Entry) -> None:
-        """The inverse of :meth:`lease`."""
-        entry.leases -= 1
-        self._settle(entry)
-
-    def pin(self, entry: Entry) -> None:
-        """A thread reads or writes the entry's slots."""
-        entry.pins += 1
-        self._evictable.pop(entry.key, None)
-
-    def unpin(self, entry: Entry) -> None:
-        """The inverse of :meth:`pin`."""
-        entry.pins -= 1
-        self._settle(entry)
-
-    def written(self, ready: Writeable, *, durable: bool) -> None:
-        """The writer is done with it; its commits are settled either way."""
-        self.unwritten_bytes -= ready.nbytes
-        if not durable:
-            self.dropped += 1
-            ready.entry.queued &= ~ready.mask
-        for seq in ready.seqs:
-            self.sequence.settle(seq)
-        self.unpin(ready.entry)
-
-    def load_failed(self, entry: Entry, places: Iterable[Place]) -> None:
-        """Take back slots whose objects could not be read.
-
-        The disk may have lost all of the chunk: the next commit has what is here written anew.
-        """
-        entry.queued = 0
-        for place in places:
-            slot = entry.slots.pop(place, None)
-            if slot is not None:
-                self.allocator.free(slot.offset)
-
-    def evicted(self, keys: Iterable[ChunkKey]) -> None:
-        """The disk has these chunks no more: the next commit of a group writes all of them."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None:
-                entry.queued = 0
-
-    def drop(self, entry: Entry) -> None:
-        """Forget a chunk that nobody holds, and settle its commits as dropped."""
-        if entry.leases or entry.pins:
-            raise RuntimeError("a held entry is never dropped")
-        if entry.seqs:
-            self.dropped += 1
-            self.incomplete += 1
-        self._evictable.pop(entry.key, None)
-        self._remove(entry)
-
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop these chunks as far as nobody holds them."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None and not entry.leases and not entry.pins:
-                self.drop(entry)
-
-    def prune(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop these chunks, those that somebody holds when he lets go of them.
-
-        What waits for other ranks or for the disk stays: it is newer than what was pruned.
-        """
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None and not entry.seqs:
-                entry.unwanted = True
-                self._settle(entry)
-
-    def keys_of(self, fingerprints: Container[Fingerprint]) -> list[ChunkKey]:
-        """The chunks of these models."""
-        return [key for key in self._entries if fingerprint_of(key) in fingerprints]
-
-    def _remove(self, entry: Entry) -> None:
-        self._settle_seqs(entry)
-        self._free(entry.slots.values())
-        del self._entries[entry.key]
-
-    def _settle_seqs(self, entry: Entry) -> None:
-        for seq in entry.seqs:
-            self.sequence.settle(seq)
-        entry.seqs.clear()
-
-    def _settle(self, entry: Entry) -> None:
-        """Put an entry where it belongs now that something let go of it."""
-        if entry.pins:
-            return
-        if entry.seqs and not entry.incomplete:
-            # Its other ranks' objects came from the disk, which so has all of it.
-            self._settle_seqs(entry)
-        if entry.leases:
-            return
-        if not entry.slots:
-            self._settle_seqs(entry)
-            self._evictable.pop(entry.key, None)
-            self._entries.pop(entry.key, None)
-        elif entry.unwanted and not entry.seqs:
-            self._evictable.pop(entry.key, None)
-            self._remove(entry)
-        elif not entry.seqs and all(slot.ready for slot in entry.slots.values()):
-            self._evictable[entry.key] = entry
-            self._evictable.move_to_end(entry.key)
-
-    def _free(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self.allocator.free(slot.offset)

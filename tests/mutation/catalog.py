@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leases-do-not-hold",
-        "lmcache_persist/store/memory.py",
+        "lmcache_persist/store/residents.py",
         "        if entry.leases:\n            return\n",
         "",
         (
@@ -127,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-rank-is-enough",
-        "lmcache_persist/store/memory.py",
+        "lmcache_persist/store/slots.py",
         "for group, count in self._ready().items() if count == self.world_size)",
         "for group, count in self._ready().items() if count)",
         (MEMORY + "test_a_chunk_waits_for_all_its_ranks",),

@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prune-forgets-the-leased",
-        "lmcache_persist/store/memory.py",
+        "lmcache_persist/store/residents.py",
         "                entry.unwanted = True\n",
         "                entry.unwanted = not entry.leases\n",
         (f"{MEMORY}test_a_pruned_chunk_is_dropped_when_nobody_holds_it",),

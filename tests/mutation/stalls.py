@@ -199,7 +199,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-by-the-disk-counts-as-there",
-        "lmcache_persist/store/memory.py",
+        "lmcache_persist/store/residents.py",
         "        entry.queued = 0\n        for place in places:\n",
         "        for place in places:\n",
         (MEMORY + "test_what_the_disk_lost_is_written_with_the_next_commit",),

@@ -11,16 +11,10 @@ from lmcache_persist.errors import LeaseError, SlotNotWritten
 from lmcache_persist.hashing import EXTENT_BYTES
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store.base import ChunkKey, Place
-from lmcache_persist.store.memory import (
-    PARTIAL_S,
-    REST_S,
-    MemoryTier,
-    Reservation,
-    Slot,
-    Writeable,
-)
+from lmcache_persist.store.memory import PARTIAL_S, REST_S, MemoryTier
 from lmcache_persist.store.pool import Pool
 from lmcache_persist.store.sequence import CommitSequence
+from lmcache_persist.store.slots import Reservation, Slot, Writeable
 
 PAGE = 4096
 POOL_BYTES = 64 * PAGE
