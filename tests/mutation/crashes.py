@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "start-needs-its-row",
-        _SERVER + "app.py",
+        _SERVER + "running.py",
         '        except ManifestError as error:\n            log.warning("this start',
         '        except ZeroDivisionError as error:\n            log.warning("this start',
         (_FULL + "test_a_start_that_cannot_be_recorded",),

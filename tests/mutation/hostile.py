@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "second-signal-is-heard",
-        _SERVER + "app.py",
+        _SERVER + "running.py",
         "signal.signal(number, signal.SIG_IGN)",
         "signal.signal(number, signal.SIG_DFL)",
         (_CLEANUP + "test_a_backlog_is_flushed_at_the_end",),

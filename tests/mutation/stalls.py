@@ -73,14 +73,14 @@ MUTATIONS = (
     ),
     Mutation(
         "stop-waits-for-a-hanging-read",
-        _SERVER + "app.py",
+        _SERVER + "running.py",
         "        if hangs:\n",
         "        if False:\n",
         (_STALLED + "test_a_stop_waits_for_no_hanging_read",),
     ),
     Mutation(
         "stop-waits-for-a-hanging-write",
-        _SERVER + "app.py",
+        _SERVER + "running.py",
         "drained = state.writer.close(max(0.1, deadline - time.monotonic()))",
         "drained = state.writer.close(3600.0)",
         (_STALLED + "test_a_backlog_that_the_disk_does_not_take_is_cleanly_absent",),
