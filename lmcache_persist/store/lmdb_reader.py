@@ -7,25 +7,21 @@ pages from being reused for long.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
 
 from lmcache_persist import failpoints
-from lmcache_persist.errors import ObjectCorrupt, StoreBusy, StoreDamaged, StoreIOError
+from lmcache_persist.errors import ObjectCorrupt
 from lmcache_persist.hashing import EXTENT_BYTES, extent_digest
 from lmcache_persist.store import capacity, lmdb_open
 from lmcache_persist.store import format as fmt
 from lmcache_persist.store.base import (
     BAD_RECORD,
-    READERS_GONE_S,
     ChunkKey,
     ChunkRecord,
-    FingerprintUsage,
     Page,
     Place,
     Usage,
@@ -34,8 +30,10 @@ from lmcache_persist.store.check_part import PartCheck
 from lmcache_persist.store.extent_reader import ExtentReader
 from lmcache_persist.store.findings import CheckPart
 from lmcache_persist.store.lmdb_errors import mapping_errors
+from lmcache_persist.store.lmdb_gate import ReadGate
 from lmcache_persist.store.lmdb_open import Databases
 from lmcache_persist.store.lmdb_select import chooser_of, walk
+from lmcache_persist.store.lmdb_usage import usage_of
 from lmcache_persist.store.selection import Picked, Selection
 from lmcache_persist.store.throttle import Throttle
 
@@ -49,7 +47,7 @@ _LOOKS_PER_RECORD = 4
 """Entries that a page looks at, per record that it may hold: bad ones are passed over."""
 
 
-class StoreReader:
+class StoreReader(ReadGate):
     """The reading half of a disk tier on LMDB.
 
     Args:
@@ -70,15 +68,10 @@ class StoreReader:
     """
 
     def __init__(self, directory: Path, env: lmdb.Environment, dbs: Databases) -> None:
+        super().__init__(env)
         self.directory = directory
         self.corrupt_found = 0
-        self._env = env
         self._dbs = dbs
-        self._state = threading.Condition()
-        self._reads: dict[int, None] = {}  # numbers of those in progress
-        self._last_read = 0
-        self._closed = False
-        self._held_up = False
         self._bad_records = Throttle(logger)
         self._taken: dict[ChunkKey, int] = {}
         self._bad: dict[ChunkKey, int] = {}  # the copies that are meant, by their serials
@@ -88,59 +81,6 @@ class StoreReader:
             self._extents = ExtentReader(directory, txn, dbs.meta)
         self.budget = capacity.PageBudget.of(env.info()["map_size"], page_bytes)
         self.binding_id: str = self.meta.stamp.binding_id if self.meta.stamp else fmt.NO_BINDING
-
-    @contextmanager
-    def transaction(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A short reading transaction; closing waits for it."""
-        with self._state:
-            if self._held_up:
-                self._wait_until_let_in()
-            if self._closed:
-                raise StoreIOError("the store is closed")
-            self._last_read += 1
-            number = self._last_read
-            self._reads[number] = None
-        try:
-            with mapping_errors("a read from the store failed"):
-                with self._env.begin(buffers=True) as txn:
-                    yield txn
-        finally:
-            with self._state:
-                del self._reads[number]
-                self._state.notify_all()
-
-    def _wait_until_let_in(self) -> None:
-        if not self._state.wait_for(lambda: not self._held_up, READERS_GONE_S):
-            raise StoreIOError("the store cannot be read: it is about to grow, and does not end")
-
-    @contextmanager
-    def nobody_reading(self, timeout_s: float) -> Iterator[None]:
-        """Within, no reading transaction is open, and new ones wait: the map may be moved.
-
-        A read that hangs delays nobody: new ones are held up only once all have ended that
-        were in progress before, and no longer than ``timeout_s`` and what is done within.
-
-        Raises:
-            StoreBusy: reads do not end in time; nobody is held up any more.
-        """
-        busy = StoreBusy(
-            f"the store is being read for more than {timeout_s:g} s, by a disk that is slow or"
-            " hangs; nothing was changed",
-            hint="try again",
-        )
-        if not self.older_reads_ended(timeout_s):
-            raise busy
-        with self._state:
-            self._held_up = True
-            ended = self._state.wait_for(lambda: not self._reads, timeout_s)
-        try:
-            if not ended:
-                raise busy
-            yield
-        finally:
-            with self._state:
-                self._held_up = False
-                self._state.notify_all()
 
     def fileno(self) -> int:
         """A descriptor of the data file that is mapped, whatever is at its path by now."""
@@ -355,26 +295,9 @@ class StoreReader:
         """
         self._extents.read(value, into)
 
-    def older_reads_ended(self, timeout_s: float) -> bool:
-        """Wait until no read that is in progress now keeps freed pages; False if one does."""
-        with self._state:
-            last = self._last_read
-            return self._state.wait_for(
-                lambda: all(number > last for number in self._reads), timeout_s
-            )
-
     def close(self, timeout_s: float) -> None:
-        """Refuse new reads and wait for those in progress; the environment stays open.
-
-        Raises:
-            StoreIOError: they did not end in time; the environment must stay open.
-        """
-        with self._state:
-            self._closed = True
-            if not self._state.wait_for(lambda: not self._reads, timeout_s):
-                raise StoreIOError(
-                    f"the store is still being read after {timeout_s} s and stays open"
-                )
+        """See :meth:`ReadGate.close`."""
+        super().close(timeout_s)
         self._extents.close()
 
 
@@ -383,47 +306,4 @@ def _corrupt(record: ChunkRecord, place: Place, problem: str) -> ObjectCorrupt:
         f"object of rank {place.rank}, group {place.group} of chunk {record.key.hex()} is"
         f" bad: {problem}",
         key=record.key.hex(),
-    )
-
-
-def usage_of(
-    txn: lmdb.Transaction[memoryview],
-    dbs: Databases,
-    binding_id: str,
-    budget: capacity.PageBudget,
-) -> Usage:
-    """What is in a store, from its totals.
-
-    Raises:
-        StoreDamaged: the totals or the counters are damaged.
-    """
-    live, stale = fmt.Totals(), fmt.Totals()
-    counters = lmdb_open.read_counters(txn, dbs)
-    by_fingerprint: dict[str, FingerprintUsage] = {}
-    for key, value in txn.cursor(db=dbs.totals):
-        try:
-            owner, fingerprint = fmt.decode_totals_key(bytes(key))
-            totals = fmt.Totals.decode(bytes(value))
-        except fmt.FormatError as error:
-            raise StoreDamaged(f"the totals are damaged: {error}") from error
-        into = live if owner == binding_id else stale
-        into.chunks += totals.chunks
-        into.objects += totals.objects
-        into.nbytes += totals.nbytes
-        if owner == binding_id:
-            by_fingerprint[fingerprint] = FingerprintUsage(
-                totals.chunks, totals.objects, totals.nbytes
-            )
-    return Usage(
-        chunks=live.chunks,
-        objects=live.objects,
-        bytes=live.nbytes,
-        capacity_bytes=budget.total * budget.page_bytes,
-        used_bytes=lmdb_open.live_pages(txn, dbs) * budget.page_bytes,
-        stale_objects=stale.objects,
-        stale_bytes=stale.nbytes,
-        by_fingerprint=by_fingerprint,
-        evicted_chunks=counters.evicted,
-        dropped_chunks=counters.dropped,
-        pruned_chunks=counters.pruned,
     )

@@ -24,9 +24,10 @@ from lmcache_persist.store.base import ChunkKey, ChunkRecord
 from lmcache_persist.store.capacity import PageBudget
 from lmcache_persist.store.check import Progress, Violation, check_store
 from lmcache_persist.store.lmdb_open import Databases, StoreMeta
-from lmcache_persist.store.lmdb_reader import StoreReader, usage_of
+from lmcache_persist.store.lmdb_reader import StoreReader
 from lmcache_persist.store.lmdb_reads import StoreReads
 from lmcache_persist.store.lmdb_select import record_of
+from lmcache_persist.store.lmdb_usage import usage_of
 from lmcache_persist.store.meta_page import capacity_told
 from lmcache_persist.store.repair import Repair
 from lmcache_persist.store.tally import entries

@@ -14,21 +14,21 @@ CRASH = "tests/crash/test_grow_crash.py::"
 MUTATIONS = (
     Mutation(
         "map-moves-under-a-read",
-        _STORE + "lmdb_reader.py",
+        _STORE + "lmdb_gate.py",
         "            ended = self._state.wait_for(lambda: not self._reads, timeout_s)\n",
         "            ended = True\n",
         (f"{GROW}test_a_read_that_begins_too_late_ends_the_wait",),
     ),
     Mutation(
         "reads-begin-while-the-map-moves",
-        _STORE + "lmdb_reader.py",
+        _STORE + "lmdb_gate.py",
         "            if self._held_up:\n",
         "            if False:\n",
         (f"{GROW}test_reads_wait_while_the_map_moves",),
     ),
     Mutation(
         "a-hang-holds-everybody-up",
-        _STORE + "lmdb_reader.py",
+        _STORE + "lmdb_gate.py",
         "        if not self.older_reads_ended(timeout_s):\n",
         "        if False:\n",
         (f"{GROW}test_a_read_that_hangs_delays_no_other",),

@@ -206,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         "closed-under-a-read",
-        "lmcache_persist/store/lmdb_reader.py",
+        "lmcache_persist/store/lmdb_gate.py",
         "if not self._state.wait_for(lambda: not self._reads, timeout_s):",
         "if False:",
         ("tests/unit/store/test_lmdb_disk.py::test_store_is_not_closed_under_a_read",),
