@@ -70,6 +70,8 @@ def _salvage(root: Path, *, json_output: bool) -> int:
         document: dict[str, object] = {"done": done}
         for name, tally in () if outcome is None else _numbers(outcome):
             document[f"{name}_objects"] = tally.total.objects
+        if outcome is not None:
+            document["dropped_chunks"] = outcome.salvaged.dropped
         write_json(document)
     else:
         for line in done:
@@ -107,6 +109,8 @@ def _told(outcome: Outcome) -> list[str]:
         if total.chunks or name == "taken":
             text = f"{counted(total.objects, 'object')} ({approximate_size(total.nbytes)})"
             lines.append(f"{_WORDS[name]}: {text}")
+    if dropped := outcome.salvaged.dropped:
+        lines.append(f"lost, no good record or not all extents: {counted(dropped, 'chunk')}")
     if outcome.removed:
         lines.append(f"removed {outcome.aside}")
     return lines

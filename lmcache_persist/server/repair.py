@@ -32,6 +32,7 @@ from lmcache_persist.server.offline import (
     used_data_dir,
 )
 from lmcache_persist.store import offline as store_files
+from lmcache_persist.store.aside import has_set_aside
 from lmcache_persist.store.capacity import MIN_CAPACITY_BYTES
 from lmcache_persist.store.check import Progress
 from lmcache_persist.store.findings import Mended, Violation
@@ -134,8 +135,9 @@ def _replace_store(paths: DataDir, snapshot: ManifestSnapshot, damage: str) -> I
     done = []
     told = store_files.capacity_told(paths.store, at_most=DEFAULT_CAPACITY_BYTES)
     if damage:
+        before = has_set_aside(paths.store)
         aside = store_files.set_aside(paths.store)
-        done.append(f"it is now {aside.name}")
+        done.append(f"it is now {aside.name}{', and the one set aside before is gone' * before}")
         failpoints.hit("repair.after_set_aside")
     if binding is not None:
         disk = LmdbDisk.open(paths.store, MIN_CAPACITY_BYTES, uuid=binding.store_uuid)

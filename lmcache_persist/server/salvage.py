@@ -81,8 +81,9 @@ def salvage(
                 f"data dir {data_dir} has no store to take anything into, expected one",
                 hint=f"one is made by: {command('verify', data_dir, '--repair')}",
             )
-        _make_readable(aside, max(DEFAULT_CAPACITY_BYTES, found.capacity_bytes))
+        dropped = _make_readable(aside, max(DEFAULT_CAPACITY_BYTES, found.capacity_bytes))
         salvaged = _copy(paths, found, aside, on_chunk)
+        salvaged.dropped = dropped
         failpoints.hit("salvage.before_removal")
         removed = not salvaged.no_room.total.chunks
         if removed:
@@ -90,9 +91,9 @@ def salvage(
     return Outcome(salvaged, aside, removed)
 
 
-def _make_readable(aside: Path, at_most: int) -> None:
+def _make_readable(aside: Path, at_most: int) -> int:
     try:
-        make_readable(aside, at_most=at_most)
+        return make_readable(aside, at_most=at_most)
     except StoreDamaged as error:
         raise StoreDamaged(
             f"nothing can be had from {aside}: {error.message}",

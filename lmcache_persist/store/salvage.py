@@ -31,6 +31,7 @@ class Salvaged:
         bad: proved bad.
         stale: of another binding.
         no_room: left, as the present store has no room; the least recently used.
+        dropped: chunks of which too little was left to tell what they were.
     """
 
     taken: Tally = field(default_factory=Tally)
@@ -38,15 +39,19 @@ class Salvaged:
     bad: Tally = field(default_factory=Tally)
     stale: Tally = field(default_factory=Tally)
     no_room: Tally = field(default_factory=Tally)
+    dropped: int = 0
 
 
-def make_readable(directory: Path, *, at_most: int) -> None:
+def make_readable(directory: Path, *, at_most: int) -> int:
     """Put a store that was set aside in order, as far as reading needs it: length, sums, order.
 
     Args:
         directory: the store's folder, in nobody's use.
         at_most: bytes of a file that was cut, unless it is that long: see
             :func:`~.meta_page.capacity_told`.
+
+    Returns:
+        Chunks that were dropped for it: their records are bad, or extents are absent.
 
     Raises:
         StoreDamaged: its trees cannot be walked, or nothing says where they are.
@@ -68,8 +73,7 @@ def make_readable(directory: Path, *, at_most: int) -> None:
     if problem:
         raise StoreDamaged(problem)
     with repairing(directory, unwanted={}, progress=Progress(), digests=False) as work:
-        for _ in work.run():
-            pass
+        return len({mended.dropped for mended in work.run() if mended.dropped})
 
 
 def salvage(

@@ -148,6 +148,32 @@ def test_what_can_be_had_of_a_store_set_aside(
     assert quiet("verify", str(data_dir))[0] == 0
 
 
+def test_what_is_lost_is_said(data_dir: Path) -> None:
+    """Chunks whose records are bad are in no other number: they are counted by themselves.
+
+    One of the three was under a key that is not its own.
+    """
+    put_away(data_dir, WAYS["everything disagrees"][0])
+    shutil.copytree(data_dir, data_dir.with_name("e"))
+    code, out, _ = quiet("recover", str(data_dir), "--set-aside")
+    assert (code, "lost, no good record or not all extents: 3 chunks\n" in out) == (0, True)
+    code, document = in_process("recover", str(data_dir.with_name("e")), "--set-aside")
+    assert (code, document["taken_objects"], document["dropped_chunks"]) == (0, CHUNKS - 2, 3)
+
+
+def test_a_second_store_aside_takes_the_first_ones_place_aloud(data_dir: Path) -> None:
+    """One is kept at most: whoever has not taken it back yet reads that it is gone."""
+    put_away(data_dir, power_lost)
+    cut_to(lambda store: PAGE)(data_dir / "store")
+    code, out, err = quiet("verify", str(data_dir), "--repair")
+    assert code == 0, err
+    assert "it is now store.damaged, and the one set aside before is gone" in out
+    power_lost(data_dir / "store")
+    with ServerProcess(data_dir, capacity=str(CAPACITY)) as server:
+        log = server.log()
+    assert f"{data_dir / 'store.damaged'} of an earlier start is removed for this one" in log
+
+
 def test_a_relaxed_store_comes_back_by_the_line_in_the_log(data_dir: Path) -> None:
     """Set aside at a start, and taken back with the command of the log, byte for byte."""
     power_lost(data_dir / "store")

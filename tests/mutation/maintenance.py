@@ -129,6 +129,20 @@ MUTATIONS = (
         (f"{SALVAGE}test_what_has_no_room_stays_aside_until_there_is",),
     ),
     Mutation(
+        "salvage-loses-in-silence",
+        "lmcache_persist/server/salvage.py",
+        "        salvaged.dropped = dropped\n",
+        "",
+        (f"{SALVAGE}test_what_is_lost_is_said",),
+    ),
+    Mutation(
+        "a-store-aside-goes-in-silence",
+        "lmcache_persist/server/opening.py",
+        "    if data_file.has_set_aside(paths.store):\n",
+        "    if False:\n",
+        (f"{SALVAGE}test_a_second_store_aside_takes_the_first_ones_place_aloud",),
+    ),
+    Mutation(
         "salvage-of-another-store",
         "lmcache_persist/server/salvage.py",
         "        if source.meta.uuid != found.uuid:\n",
