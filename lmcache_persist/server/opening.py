@@ -79,10 +79,10 @@ def _mend(paths: DataDir, why: str) -> None:
 
 
 def _set_aside(paths: DataDir) -> None:
-    if data_file.has_set_aside(paths.store):
+    if aside.has_set_aside(paths.store):
         log.warning(
             "one store at most is kept aside: %s of an earlier start is removed for this one",
-            data_file.aside_of(paths.store),
+            aside.aside_of(paths.store),
         )
     log.warning(
         "the damaged store is now %s; to take back what can still be read in it, stop the server"

@@ -211,6 +211,7 @@ class DiskTier(ABC):
         Durable: the removal, on return. Threads: writer only.
 
         Raises:
+            StoreFull: a slow read keeps freed pages; some may have gone.
             StoreIOError: the disk failed.
         """
 

@@ -11,13 +11,11 @@ from lmcache_persist.errors import StoreFull
 from lmcache_persist.store import lmdb_open
 from lmcache_persist.store.base import ChunkKey, Dropped, WriteReport
 from lmcache_persist.store.lmdb_errors import mapping_errors
-from lmcache_persist.store.lmdb_transact import Transacts
+from lmcache_persist.store.lmdb_transact import SLOW_READ_S, Transacts
 from lmcache_persist.store.lmdb_txn import StoreTxn
 
 logger = logging.getLogger(__name__)
 
-_SLOW_READ_S = 1.0
-"""Seconds that a write without room waits for reads that keep freed pages."""
 
 _T = TypeVar("_T")
 
@@ -38,7 +36,7 @@ class Evicts(Transacts):
 
     def _freed_pages_return(self) -> bool:
         """Let LMDB reuse what was freed; False while a slow read keeps it from that."""
-        if not self._reader.older_reads_ended(_SLOW_READ_S):
+        if not self._reader.older_reads_ended(SLOW_READ_S):
             return False
         # Pages count again two transactions after the one that freed them.
         self._turn()
@@ -79,7 +77,7 @@ class Evicts(Transacts):
                 )
             except StoreFull:
                 # Only while a slow read keeps pages from being reused.
-                if count == 1 or not self._reader.older_reads_ended(_SLOW_READ_S):
+                if count == 1 or not self._reader.older_reads_ended(SLOW_READ_S):
                     return None
                 count = max(1, count // 8)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from lmcache_persist.errors import StoreFull
 from lmcache_persist.store.base import MAX_PENDING_TOUCHES, ChunkKey
-from lmcache_persist.store.lmdb_transact import Transacts
+from lmcache_persist.store.lmdb_transact import SLOW_READ_S, Transacts
 from lmcache_persist.store.lmdb_txn import StoreTxn
 from lmcache_persist.store.repair import Repair
 
@@ -39,8 +39,11 @@ class Touches(Transacts):
             bad = self._reader.take_bad()
             step = self._budget.chunks_per_eviction
             for start in range(0, len(touches), step):
-                self._apply(touches[start : start + step], {})
-            self._drop(bad)
+                self._use(touches[start : start + step])
+            try:
+                self._drop(bad)
+            except StoreFull as error:
+                logger.warning("%s", error)  # a read finds them bad again
 
     def _settle(self) -> None:
         """Remove what lost records left behind; a crash meanwhile leaves that to the next start."""
@@ -53,19 +56,15 @@ class Touches(Transacts):
         else:
             self._unsettled = False
 
-    def _apply(
-        self, touches: list[tuple[ChunkKey, int]], bad: Mapping[ChunkKey, int | None]
-    ) -> list[ChunkKey]:
-        def change(txn: StoreTxn) -> list[ChunkKey]:
+    def _use(self, touches: list[tuple[ChunkKey, int]]) -> None:
+        def use(txn: StoreTxn) -> None:
             for key, hits in touches:
                 txn.use(key, hits)
-            return [key for key, serial in bad.items() if txn.drop(key, serial)]
 
         try:
-            return self._transact(change)
+            self._transact(use)
         except StoreFull as error:
             logger.warning("store %s: touches are forgotten: %s", self.directory, error)
-            return []
 
     def drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         """See :meth:`DiskTier.drop`; many chunks take several transactions."""
@@ -75,7 +74,20 @@ class Touches(Transacts):
     def _drop(self, copies: Mapping[ChunkKey, int | None]) -> list[ChunkKey]:
         dropped: list[ChunkKey] = []
         step, meant = self._budget.chunks_per_eviction, list(copies.items())
-        for start in range(0, len(meant), step):
-            dropped += self._apply([], dict(meant[start : start + step]))
+        while meant:
+            part = meant[:step]
+            try:
+                dropped += self._transact(
+                    lambda txn: [key for key, serial in part if txn.drop(key, serial)]  # noqa: B023
+                )
+            except StoreFull as error:
+                if step == 1 or not self._reader.older_reads_ended(SLOW_READ_S):
+                    raise StoreFull(
+                        f"store {self.directory}: {len(meant)} bad chunks are not dropped: {error}",
+                        hint="try again: a slow read keeps freed pages",
+                    ) from error
+                step = max(1, step // 8)
+                continue
+            del meant[: len(part)]
         self._settle()
         return dropped

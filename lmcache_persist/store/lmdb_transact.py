@@ -20,6 +20,9 @@ from lmcache_persist.store.lmdb_txn import StoreTxn
 
 _T = TypeVar("_T")
 
+SLOW_READ_S = 1.0
+"""Seconds that a write without room waits for reads that keep freed pages."""
+
 
 class Transacts:
     """What the parts of a disk tier on LMDB share. Threads: who changes holds ``_writer``."""

@@ -129,6 +129,13 @@ MUTATIONS = (
         (f"{SALVAGE}test_what_has_no_room_stays_aside_until_there_is",),
     ),
     Mutation(
+        "dropped-though-it-stays",
+        "lmcache_persist/store/lmdb_disk.py",
+        "ended(_SLOW_READ_S):\n                    raise StoreFull(",
+        "ended(_SLOW_READ_S):\n                    return []\n                    raise StoreFull(",
+        ("tests/unit/store/test_lmdb_disk.py::test_what_cannot_be_dropped_is_said",),
+    ),
+    Mutation(
         "salvage-loses-in-silence",
         "lmcache_persist/server/salvage.py",
         "        salvaged.dropped = dropped\n",

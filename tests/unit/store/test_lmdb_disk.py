@@ -20,6 +20,7 @@ from lmcache_persist.errors import (
     DiskTooSmall,
     FormatTooNew,
     StoreDamaged,
+    StoreFull,
     StoreIOError,
 )
 from lmcache_persist.store import aside, extent_reader, lmdb_evict, meta_page, offline, unsynced
@@ -646,3 +647,27 @@ def test_pages_are_held_back(opened: Opener) -> None:
     turns = tier.counters().turns
     assert tier._evict_once(0, ()) != []
     assert tier.counters().turns == turns
+
+
+def test_what_cannot_be_dropped_is_said(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dropped it hears that it is still there; touches and writes go on; later it goes."""
+    tier = opened()
+    tier.write([chunk(1), chunk(2)])
+    real, left = tier._transact, [0]
+
+    def full(*args: Any, **fields: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise StoreFull("no page is free")
+        return real(*args, **fields)
+
+    monkeypatch.setattr(tier, "_transact", full)
+    left[0] = 100
+    with pytest.raises(StoreFull, match="1 bad chunks are not dropped"):
+        tier.drop({key(1): None})
+    assert found(tier, [key(1)]) == [True]
+    tier._reader._found_bad(key(2), tier.find([key(2)])[0].serial)  # type: ignore[union-attr]
+    tier.apply_touches()
+    # Fewer at once are less to ask for.
+    left[0] = 1
+    assert tier.drop({key(1): None, key(2): None}) == [key(1), key(2)]
