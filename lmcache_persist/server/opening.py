@@ -103,10 +103,11 @@ def _open(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.L
 
     try:
         return attempt()
-    except DiskTooSmall:
+    except DiskTooSmall as error:
+        back = aside.allocated_bytes(aside.aside_of(paths.store))
+        if not back or error.fields["available"] + back < error.fields["needed"]:
+            raise  # nothing is thrown away for a start that is refused all the same
         gone = aside.discard_set_aside(paths.store)
-        if gone is None:
-            raise
         log.warning("there is no room for the store beside the damaged one; removed %s", gone)
         return attempt()
 

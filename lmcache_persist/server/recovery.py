@@ -253,7 +253,7 @@ def warn_of_nothing(found: Found, paths: DataDir) -> None:
 def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
     """Refuse a capacity that the store, or the disk, cannot have, before anything is changed.
 
-    What a set-aside store may give back is not known here: such a start finds out later.
+    A damaged store, set aside or about to be, gives its room back where there is too little.
 
     Raises:
         ConfigError: the capacity is below the least, or the store's.
@@ -264,8 +264,10 @@ def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
         path = paths.store / data_file.DATA_NAME
         meta_page.check_capacity(path, settings.capacity_bytes)
         preallocation.check_room(paths.store, settings.capacity_bytes - path.stat().st_size)
-    elif found.store is StoreState.ABSENT and not aside.has_set_aside(paths.store):
-        preallocation.check_room(paths.root, settings.capacity_bytes)
+    else:
+        damaged_ones = (paths.store, aside.aside_of(paths.store))
+        back = sum(aside.allocated_bytes(one) for one in damaged_ones)
+        preallocation.check_room(paths.root, settings.capacity_bytes - back)
 
 
 def check_together(found: Found, data_dir: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from lmcache_persist.errors import StoreIOError
-from lmcache_persist.store.data_file import sync_directory
+from lmcache_persist.store.data_file import DATA_NAME, sync_directory
 
 DAMAGED_SUFFIX = ".damaged"
 
@@ -20,6 +20,14 @@ def aside_of(directory: Path) -> Path:
 def has_set_aside(directory: Path) -> bool:
     """Whether a damaged store is kept beside ``directory``."""
     return aside_of(directory).exists()
+
+
+def allocated_bytes(directory: Path) -> int:
+    """What the disk has back once the data file in a store's folder is removed; 0 without one."""
+    try:
+        return (directory / DATA_NAME).stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def discard_set_aside(directory: Path) -> Path | None:

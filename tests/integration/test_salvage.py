@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_persist.config import Settings
+from lmcache_persist.datadir import DataDir
+from lmcache_persist.errors import DiskTooSmall
+from lmcache_persist.server import opening
+from lmcache_persist.server.recovery import Decision
 from lmcache_persist.store import meta_page, unsynced
 from lmcache_persist.store.aside import set_aside
 from lmcache_persist.store.lmdb_disk import LmdbDisk
+from support import mounts
 from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.files import snapshot
@@ -172,6 +178,38 @@ def test_a_second_store_aside_takes_the_first_ones_place_aloud(data_dir: Path) -
     with ServerProcess(data_dir, capacity=str(CAPACITY)) as server:
         log = server.log()
     assert f"{data_dir / 'store.damaged'} of an earlier start is removed for this one" in log
+
+
+@pytest.mark.parametrize("already_aside", [False, True])
+def test_a_start_that_is_refused_for_room_keeps_what_is_aside(
+    root: Path, already_aside: bool
+) -> None:
+    """Where not even the damaged store's room would do, nothing is thrown away for it."""
+    with mounts.tmpfs(root / "small", "64m") as small:
+        data_dir = make(small / "d", capacity_bytes=16 << 20, chunks=(CHUNKS,))
+        power_lost(data_dir / "store")
+        if already_aside:
+            set_aside(data_dir / "store")
+        before = snapshot(data_dir)
+        server = ServerProcess(data_dir, capacity="200MiB", pool_dir=root / "shm")
+        server.log_path = root / "server.log"
+        code, log = server.refused()
+        assert (code, "disk_too_small" in log) == (5, True)
+        assert snapshot(data_dir) == before
+        at = server.command.index("--capacity") + 1
+        server.command[at] = "56MiB"  # which takes the room of the damaged one
+        with server.start():
+            assert "no room for the store beside the damaged one" in server.log()
+        assert not (data_dir / "store.damaged").exists()
+
+
+def test_what_is_aside_goes_only_if_that_makes_room(data_dir: Path) -> None:
+    """Also where the lack of room shows late, after somebody else took some."""
+    set_aside(data_dir / "store")
+    settings = Settings(data_dir=data_dir, capacity_bytes=1 << 50)
+    with pytest.raises(DiskTooSmall):
+        opening._open(Decision(None, "0" * 32), DataDir(data_dir), settings)
+    assert (data_dir / "store.damaged" / "data.mdb").exists()
 
 
 def test_a_relaxed_store_comes_back_by_the_line_in_the_log(data_dir: Path) -> None:

@@ -136,6 +136,20 @@ MUTATIONS = (
         ("tests/unit/store/test_lmdb_disk.py::test_what_cannot_be_dropped_is_said",),
     ),
     Mutation(
+        "refused-for-room-after-all-is-thrown-away",
+        "lmcache_persist/server/recovery.py",
+        "        data_file.check_room(paths.root, settings.capacity_bytes - back)\n",
+        "        data_file.check_room(paths.root, 0 * back)\n",
+        (f"{SALVAGE}test_a_start_that_is_refused_for_room_keeps_what_is_aside",),
+    ),
+    Mutation(
+        "throws-away-what-makes-too-little-room",
+        "lmcache_persist/server/opening.py",
+        '        if not back or error.fields["available"] + back < error.fields["needed"]:\n',
+        "        if not back:\n",
+        (f"{SALVAGE}test_what_is_aside_goes_only_if_that_makes_room",),
+    ),
+    Mutation(
         "salvage-loses-in-silence",
         "lmcache_persist/server/salvage.py",
         "        salvaged.dropped = dropped\n",
