@@ -122,7 +122,7 @@ def _allocate(
     before: int,
     on_piece: Callable[[int], None],
 ) -> None:
-    """Allocate pieces (start, length), then sync; or cut the file back to ``before``."""
+    """Allocate pieces (start, length) and sync; or cut the file back to ``before``."""
     length_bytes = sum(pieces[-1]) if pieces else before
     done = 0
     try:
@@ -130,6 +130,8 @@ def _allocate(
             os.posix_fallocate(fd, start, nbytes)
             done += nbytes
             on_piece(done)
+        os.fsync(fd)
+        sync_directory(path.parent)
     except BaseException as error:
         allocated = os.fstat(fd).st_blocks * 512
         if os.fstat(fd).st_size > before:
@@ -141,8 +143,6 @@ def _allocate(
         raise too_small(
             path.parent, length_bytes - min(before, allocated), stats.f_bavail * stats.f_frsize
         ) from error
-    os.fsync(fd)
-    sync_directory(path.parent)
 
 
 def _require_same(path: Path, fd: int, in_use: int) -> None:

@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         "set-aside-keeps-its-room",
         _SERVER + "opening.py",
-        "        if gone is None:\n            raise\n",
-        "        raise\n",
+        "        if not back or",
+        "        if True or",
         (_DAMAGE + "test_one_store_is_kept_aside_and_makes_room_when_needed",),
     ),
     Mutation(

@@ -55,6 +55,13 @@ MUTATIONS = (
         (f"{GROW}test_a_store_grows_while_it_is_open",),
     ),
     Mutation(
+        "keeps-room-that-is-not-durable",
+        _STORE + "data_file.py",
+        "        os.fsync(fd)\n        sync_directory(path.parent)\n    except",
+        "    except",
+        (f"{GROW}test_room_that_cannot_be_made_durable_is_given_back",),
+    ),
+    Mutation(
         "allocates-where-the-map-is",
         _STORE + "preallocation.py",
         "    starts = range(held_bytes, length_bytes, _PIECE_BYTES)\n",

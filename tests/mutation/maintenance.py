@@ -129,6 +129,13 @@ MUTATIONS = (
         (f"{SALVAGE}test_what_has_no_room_stays_aside_until_there_is",),
     ),
     Mutation(
+        "settled-at-every-start-again",
+        "lmcache_persist/store/repair.py",
+        "                txn.delete(fmt.META_UNSETTLED, db=self._dbs.meta)\n",
+        "                pass\n",
+        ("tests/unit/store/test_lmdb_disk.py::test_a_death_between_two_pieces_is_made_up_for",),
+    ),
+    Mutation(
         "dropped-though-it-stays",
         "lmcache_persist/store/lmdb_disk.py",
         "ended(_SLOW_READ_S):\n                    raise StoreFull(",

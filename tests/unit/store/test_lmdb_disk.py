@@ -458,6 +458,9 @@ def test_a_death_between_two_pieces_is_made_up_for(
     tier.apply_touches()
     assert tier.usage().chunks == KEPT
     assert not tier._unsettled
+    tier.close()
+    # Walked once: the note of it is gone, too.
+    assert not opened()._unsettled
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone", "swapped"])

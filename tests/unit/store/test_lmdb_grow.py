@@ -144,6 +144,23 @@ def test_room_that_is_not_there_is_given_back(
     assert_reads_back(disk, WRITES)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_room_that_cannot_be_made_durable_is_given_back(
+    disk: LmdbDisk, directory: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A sync that fails is a failure like any other: nothing stays taken until the next start."""
+
+    def fsync(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StoreIOError if code == errno.EIO else DiskTooSmall):
+        disk.allocate(AFTER, nothing)
+    monkeypatch.undo()
+    assert (length(directory), disk.capacity_bytes) == (BEFORE, BEFORE)
+    grow(disk)
+
+
 def test_a_disk_without_the_room_is_not_begun(
     disk: LmdbDisk, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
