@@ -26,7 +26,7 @@ from support.client_child import ClientProcess
 from support.emulated import EmulatedEngine
 from support.in_process import local_server
 from support.results import SOAKING
-from support.server import ServerProcess, cli_here
+from support.server import ServerProcess
 from support.waiting import stays, wait_until
 
 OBJECT = 1 << 20

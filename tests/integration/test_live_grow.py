@@ -16,7 +16,7 @@ import pytest
 import lmcache_persist
 from lmcache_persist import failpoints, protocol
 from lmcache_persist.connector import CacheClient, ClientOptions
-from lmcache_persist.errors import PersistError, StoreBusy
+from lmcache_persist.errors import PersistError, StoreBusy, StoreGone
 from lmcache_persist.protocol.fields import Message
 from lmcache_persist.server import live_grow
 from support import mounts
@@ -318,6 +318,26 @@ def test_a_read_that_hangs_makes_it_give_up(
     assert given_back == [GIB]
     assert not local.state.writer.failing
     del local.disk.reads_end, local.disk.grow
+    assert until_done(client, ask(client, 2 * GIB))["phase"] == "done"
+
+
+def test_a_file_that_goes_while_room_is_taken_is_not_grown(
+    local: LocalServer, client: CacheClient
+) -> None:
+    """The writer looks once more: what it would take into use is nobody's any more."""
+    [path] = local.state.files._fds
+    away, given_back = path.with_name("away"), []
+
+    def allocate(capacity_bytes: int, on_piece: Callable[[int], None]) -> None:
+        path.rename(away)
+
+    local.disk.allocate = allocate  # type: ignore[method-assign]
+    local.disk.give_back = lambda: given_back.append(True)  # type: ignore[method-assign]
+    with pytest.raises(StoreGone):
+        until_done(client, ask(client, 2 * GIB))
+    assert (given_back, local.disk.capacity_bytes) == ([True], GIB)
+    away.rename(path)
+    del local.disk.allocate
     assert until_done(client, ask(client, 2 * GIB))["phase"] == "done"
 
 

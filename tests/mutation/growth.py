@@ -132,6 +132,13 @@ MUTATIONS = (
         (f"{LIVE}test_what_a_live_server_cannot_do_is_refused",),
     ),
     Mutation(
+        "grows-a-store-that-went-meanwhile",
+        _LIVE,
+        "            self._state.files.require()\n            disk.grow",
+        "            disk.grow",
+        (f"{LIVE}test_a_file_that_goes_while_room_is_taken_is_not_grown",),
+    ),
+    Mutation(
         "two-growths-at-once",
         _LIVE,
         "        elif last is None or last.result.done():\n",
