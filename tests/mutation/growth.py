@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keeps-room-that-is-not-durable",
-        _STORE + "data_file.py",
+        _STORE + "preallocation.py",
         "        os.fsync(fd)\n        sync_directory(path.parent)\n    except",
         "    except",
         (f"{GROW}test_room_that_cannot_be_made_durable_is_given_back",),

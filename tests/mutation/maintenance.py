@@ -137,16 +137,16 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped-though-it-stays",
-        "lmcache_persist/store/lmdb_disk.py",
-        "ended(_SLOW_READ_S):\n                    raise StoreFull(",
-        "ended(_SLOW_READ_S):\n                    return []\n                    raise StoreFull(",
+        "lmcache_persist/store/lmdb_touch.py",
+        "ended(SLOW_READ_S):\n                    raise StoreFull(",
+        "ended(SLOW_READ_S):\n                    return []\n                    raise StoreFull(",
         ("tests/unit/store/test_lmdb_disk.py::test_what_cannot_be_dropped_is_said",),
     ),
     Mutation(
         "refused-for-room-after-all-is-thrown-away",
         "lmcache_persist/server/recovery.py",
-        "        data_file.check_room(paths.root, settings.capacity_bytes - back)\n",
-        "        data_file.check_room(paths.root, 0 * back)\n",
+        "        preallocation.check_room(paths.root, settings.capacity_bytes - back)\n",
+        "        preallocation.check_room(paths.root, 0 * back)\n",
         (f"{SALVAGE}test_a_start_that_is_refused_for_room_keeps_what_is_aside",),
     ),
     Mutation(
@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         "a-store-aside-goes-in-silence",
         "lmcache_persist/server/opening.py",
-        "    if data_file.has_set_aside(paths.store):\n",
+        "    if aside.has_set_aside(paths.store):\n",
         "    if False:\n",
         (f"{SALVAGE}test_a_second_store_aside_takes_the_first_ones_place_aloud",),
     ),
