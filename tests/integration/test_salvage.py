@@ -154,12 +154,12 @@ def test_what_can_be_had_of_a_store_set_aside(
     assert quiet("verify", str(data_dir))[0] == 0
 
 
-def test_what_is_lost_is_said(data_dir: Path) -> None:
+def test_what_is_lost_is_said(data_dir: Path, put_away: Callable[[Damage], None]) -> None:
     """Chunks whose records are bad are in no other number: they are counted by themselves.
 
     One of the three was under a key that is not its own.
     """
-    put_away(data_dir, WAYS["everything disagrees"][0])
+    put_away(WAYS["everything disagrees"][0])
     shutil.copytree(data_dir, data_dir.with_name("e"))
     code, out, _ = quiet("recover", str(data_dir), "--set-aside")
     assert (code, "lost, no good record or not all extents: 3 chunks\n" in out) == (0, True)
@@ -167,9 +167,11 @@ def test_what_is_lost_is_said(data_dir: Path) -> None:
     assert (code, document["taken_objects"], document["dropped_chunks"]) == (0, CHUNKS - 2, 3)
 
 
-def test_a_second_store_aside_takes_the_first_ones_place_aloud(data_dir: Path) -> None:
+def test_a_second_store_aside_takes_the_first_ones_place_aloud(
+    data_dir: Path, put_away: Callable[[Damage], None]
+) -> None:
     """One is kept at most: whoever has not taken it back yet reads that it is gone."""
-    put_away(data_dir, power_lost)
+    put_away(power_lost)
     cut_to(lambda store: PAGE)(data_dir / "store")
     code, out, err = quiet("verify", str(data_dir), "--repair")
     assert code == 0, err

@@ -624,7 +624,7 @@ def test_readers_beside_the_writer(opened: Opener) -> None:
 
 def test_slow_read_is_no_one_way_street(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a read keeps freed pages, writes are dropped and evict little; then they go on."""
-    monkeypatch.setattr(lmdb_evict, "_SLOW_READ_S", 0.01)
+    monkeypatch.setattr(lmdb_evict, "SLOW_READ_S", 0.01)
     tier = opened()
     dropped = 0
     with tier._reader.transaction() as txn:
