@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from lmcache_persist import failpoints
@@ -23,7 +22,7 @@ from lmcache_persist.server.offline import Confirm, existing_data_dir
 from lmcache_persist.server.room import NO_ROOM, Say
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
-from lmcache_persist.store.aside import aside_of
+from lmcache_persist.store.aside import aside_of, remove_folder
 from lmcache_persist.store.offline import OfflineStore, looks_damaged, verify_pages
 from lmcache_persist.store.pool import remove_dead_pool
 from lmcache_persist.units import counted, moment
@@ -102,7 +101,7 @@ def finish(paths: DataDir) -> None:
     failpoints.hit("reset.after_manifest")
     try:
         for folder in _store_folders(paths):
-            shutil.rmtree(folder)
+            remove_folder(folder)
         for file in _leftovers(paths):
             file.unlink(missing_ok=True)
         sync_folder(paths.root)

@@ -19,15 +19,16 @@ def aside_of(directory: Path) -> Path:
 
 def has_set_aside(directory: Path) -> bool:
     """Whether a damaged store is kept beside ``directory``."""
-    return aside_of(directory).exists()
+    return os.path.lexists(aside_of(directory))
 
 
 def allocated_bytes(directory: Path) -> int:
-    """What the disk has back once the data file in a store's folder is removed; 0 without one."""
+    """What the data dir's disk has back once a store's data file is removed; 0 without one."""
     try:
-        return (directory / DATA_NAME).stat().st_blocks * 512
+        found, here = (directory / DATA_NAME).stat(), directory.parent.stat()
     except OSError:
         return 0
+    return found.st_blocks * 512 if found.st_dev == here.st_dev else 0
 
 
 def discard_set_aside(directory: Path) -> Path | None:
@@ -37,13 +38,27 @@ def discard_set_aside(directory: Path) -> Path | None:
         StoreIOError: as said.
     """
     target = aside_of(directory)
-    if not target.exists():
+    if not os.path.lexists(target):
         return None
     try:
-        shutil.rmtree(target)
+        remove_folder(target)
     except OSError as error:
         raise StoreIOError(f"{target} cannot be removed: {error.strerror}") from error
     return target
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a store's folder; of a link to one what is in there, and the link.
+
+    Raises:
+        OSError: as said.
+    """
+    if not folder.is_symlink():
+        shutil.rmtree(folder)
+        return
+    for path in folder.iterdir() if folder.exists() else ():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.unlink()
 
 
 def set_aside(directory: Path) -> Path:
@@ -59,10 +74,13 @@ def set_aside(directory: Path) -> Path:
     """
     target = aside_of(directory)
     try:
-        if target.exists():
-            shutil.rmtree(target)
+        if os.path.lexists(target):
+            remove_folder(target)
         os.rename(directory, target)
     except OSError as error:
-        raise StoreIOError(f"{directory} cannot be set aside: {error.strerror}") from error
+        raise StoreIOError(
+            f"{directory} cannot be set aside as {target}: {error.strerror}",
+            hint=f"move both out of the way, or remove what is in {directory} by hand",
+        ) from error
     sync_directory(directory.parent)
     return target

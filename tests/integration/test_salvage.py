@@ -132,12 +132,14 @@ def test_what_can_be_had_of_a_store_set_aside(
     damage, expected = WAYS[name]
     before = records_of(data_dir)
     put_away(damage)
-    code, out, err = quiet("recover", str(data_dir), "--set-aside")
     aside = data_dir / "store.damaged"
+    length = (aside / "data.mdb").stat().st_size
+    code, out, err = quiet("recover", str(data_dir), "--set-aside")
     if expected is None:
         assert (code, "nothing can be had from" in err) == (6, True)
         assert f"rm -r {aside}" in hint_of(err)
         assert aside.exists()
+        assert (aside / "data.mdb").stat().st_size == length, "it is as it was"
         assert not records_of(data_dir)
     else:
         assert code == 0, err
@@ -212,6 +214,24 @@ def test_what_is_aside_goes_only_if_that_makes_room(data_dir: Path) -> None:
     with pytest.raises(DiskTooSmall):
         opening._open(Decision(None, "0" * 32), DataDir(data_dir), settings)
     assert (data_dir / "store.damaged" / "data.mdb").exists()
+
+
+def test_a_linked_store_is_taken_back_and_reset(
+    data_dir: Path, put_away: Callable[[Damage], None]
+) -> None:
+    """A store's folder on another disk: no verb stops half-way at the link."""
+    for verb, *flags in (("recover", "--set-aside"), ("reset", "--yes")):
+        elsewhere = data_dir.with_name(verb)
+        (data_dir / "store").rename(elsewhere)
+        (data_dir / "store").symlink_to(elsewhere)
+        if verb == "recover":
+            put_away(power_lost)
+        code, _, err = quiet(verb, str(data_dir), *flags)
+        assert code == 0, err
+        assert not list(elsewhere.iterdir())
+    assert not list(data_dir.glob("store*"))
+    with ServerProcess(data_dir, capacity=str(CAPACITY)) as server:
+        assert server.terminate() == 0
 
 
 def test_a_relaxed_store_comes_back_by_the_line_in_the_log(data_dir: Path) -> None:

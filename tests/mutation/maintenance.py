@@ -157,6 +157,20 @@ MUTATIONS = (
         (f"{SALVAGE}test_what_is_aside_goes_only_if_that_makes_room",),
     ),
     Mutation(
+        "stops-at-a-linked-store",
+        "lmcache_persist/store/aside.py",
+        "    if not folder.is_symlink():\n",
+        "    if True:\n",
+        (f"{SALVAGE}test_a_linked_store_is_taken_back_and_reset",),
+    ),
+    Mutation(
+        "salvage-leaves-a-file-longer",
+        "lmcache_persist/store/salvage.py",
+        "        if problem and found < told:\n",
+        "        if False:\n",
+        (f"{SALVAGE}test_what_can_be_had_of_a_store_set_aside",),
+    ),
+    Mutation(
         "salvage-loses-in-silence",
         "lmcache_persist/server/salvage.py",
         "        salvaged.dropped = dropped\n",

@@ -563,6 +563,45 @@ def test_set_aside_keeps_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store.damaged"]
 
 
+@pytest.mark.parametrize("target", ["there", "gone"])
+def test_a_linked_store_is_set_aside_and_given_up(tmp_path: Path, target: str) -> None:
+    """A store's folder on another disk: its room is given back, and the link is in nobody's way."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data.mdb").write_text("first")
+    (elsewhere / ".new").mkdir()
+    store.symlink_to(elsewhere)
+    assert aside.set_aside(store) == tmp_path / "store.damaged"
+    if target == "gone":
+        elsewhere.rename(tmp_path / "unmounted")
+    store.mkdir()
+    (store / "data.mdb").write_text("second")
+    assert aside.has_set_aside(store)
+    aside.set_aside(store)
+    assert (tmp_path / "store.damaged" / "data.mdb").read_text() == "second"
+    assert target == "gone" or not list(elsewhere.iterdir())
+    store.symlink_to(elsewhere)
+    elsewhere.mkdir(exist_ok=True)
+    aside.set_aside(store)
+    assert aside.discard_set_aside(store) == tmp_path / "store.damaged"
+    assert not aside.has_set_aside(store)
+
+
+def test_a_store_that_cannot_be_set_aside_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is a mount point, for instance."""
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    (tmp_path / "store").mkdir()
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(StoreIOError, match="busy") as caught:
+        aside.set_aside(tmp_path / "store")
+    assert f"remove what is in {tmp_path / 'store'} by hand" in str(caught.value.hint)
+
+
 def test_use_after_close(opened: Opener) -> None:
     """A closed store raises a typed error, and closing again does nothing."""
     tier = opened()
