@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from lmcache_persist.errors import StoreBusy, StoreDamaged, StoreError, StoreFull
@@ -251,6 +251,8 @@ class Writer:
             # Asked again: a file that went away meanwhile took the batch along.
             if self._in_place():
                 outcome = written
+            else:  # what made room is gone, wherever the file is
+                outcome = replace(outcome, evicted=written.evicted)
         self._deliver(outcome)
 
     def _written(self, batch: list[WriteJob]) -> Outcome:

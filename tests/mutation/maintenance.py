@@ -13,6 +13,8 @@ REBIND = "tests/integration/test_rebind.py::"
 RESIZE = "tests/integration/test_resize.py::"
 CRASH = "tests/crash/test_maintenance_crash.py::"
 SALVAGE = "tests/integration/test_salvage.py::"
+_WRITER = "tests/unit/store/test_writer.py::"
+_GONE = _WRITER + "test_what_goes_into_a_file_that_is_gone_is_not_durable"
 HINTS = "tests/integration/test_hints.py::"
 
 MUTATIONS = (
@@ -155,6 +157,13 @@ MUTATIONS = (
         '        if not back or error.fields["available"] + back < error.fields["needed"]:\n',
         "        if not back:\n",
         (f"{SALVAGE}test_what_is_aside_goes_only_if_that_makes_room",),
+    ),
+    Mutation(
+        "evicted-in-silence-while-the-file-is-away",
+        "lmcache_persist/store/writer.py",
+        "                outcome = replace(outcome, evicted=written.evicted)\n",
+        "                pass\n",
+        (_GONE,),
     ),
     Mutation(
         "stops-at-a-linked-store",

@@ -37,6 +37,7 @@ class Gate(MemoryDisk):
         self.entered = threading.Event()
         self.fail = False
         self.batches: list[int] = []
+        self.evicts: list[ChunkKey] = []
 
     def write(self, batch: Sequence[ChunkWrite]) -> WriteReport:
         self.entered.set()
@@ -44,7 +45,9 @@ class Gate(MemoryDisk):
         self.batches.append(len(batch))
         if self.fail:
             raise StoreIOError("disk is on strike")
-        return super().write(batch)
+        report = super().write(batch)
+        report.evicted += self.evicts
+        return report
 
 
 def collect(outcomes: queue.SimpleQueue[Outcome], count: int) -> dict[object, bool]:
@@ -236,6 +239,7 @@ def test_what_goes_into_a_file_that_is_gone_is_not_durable(looks: list[bool]) ->
     outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     left = iter([*looks, True, True])
     disk = Gate()
+    disk.evicts = [job(9).key]
     writer = Writer(disk, outcomes.put, lambda: next(left))
     writer.submit(job(1))
     outcome = outcomes.get(timeout=TIMEOUT_S)
@@ -243,6 +247,8 @@ def test_what_goes_into_a_file_that_is_gone_is_not_durable(looks: list[bool]) ->
     assert outcome.dropped == {job(1).key: DropReason.STORE_GONE}
     assert outcome.seconds is None
     assert len(disk.batches) == len(looks) - 1
+    # That is so when it is moved back, too.
+    assert list(outcome.evicted) == disk.evicts * len(disk.batches)
     writer.submit(job(2))
     assert collect(outcomes, 1) == {2: True}
     assert writer.close(TIMEOUT_S)
