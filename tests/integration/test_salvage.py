@@ -216,6 +216,17 @@ def test_what_is_aside_goes_only_if_that_makes_room(data_dir: Path) -> None:
     assert (data_dir / "store.damaged" / "data.mdb").exists()
 
 
+def test_what_is_of_another_binding_is_not_taken(data_dir: Path) -> None:
+    """Chunks that a rebind left are stale in there as anywhere: counted, never of this binding."""
+    assert quiet("rebind", str(data_dir), "--chunk-size", "1088", "--yes")[0] == 0
+    power_lost(data_dir / "store")
+    set_aside(data_dir / "store")
+    assert quiet("verify", str(data_dir), "--repair")[0] == 0
+    code, document = in_process("recover", str(data_dir), "--set-aside")
+    assert (code, document["taken_objects"], document["stale_objects"]) == (0, 0, CHUNKS)
+    assert not records_of(data_dir)
+
+
 def test_a_linked_store_is_taken_back_and_reset(
     data_dir: Path, put_away: Callable[[Damage], None]
 ) -> None:

@@ -166,6 +166,13 @@ MUTATIONS = (
         (_GONE,),
     ),
     Mutation(
+        "salvage-takes-what-is-stale",
+        "lmcache_persist/store/salvage.py",
+        "            if record.binding_id != copy.binding_id:\n",
+        "            if False:\n",
+        (f"{SALVAGE}test_what_is_of_another_binding_is_not_taken",),
+    ),
+    Mutation(
         "stops-at-a-linked-store",
         "lmcache_persist/store/aside.py",
         "    if not folder.is_symlink():\n",
