@@ -76,7 +76,7 @@ def _size(low: int) -> Callable[[str], int]:
                 f"is {units.format_size(value)}, expected {units.format_size(low)}"
                 f" to {units.format_size(MAX_SIZE_BYTES)}"
             )
-        return value
+        return units.whole_pages(value)
 
     return parse
 

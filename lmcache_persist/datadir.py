@@ -34,6 +34,7 @@ from lmcache_persist.errors import DataDirLocked, DataDirUnusable
 from lmcache_persist.filesystems import file_system_of
 from lmcache_persist.posix import sync_folder, try_flock
 from lmcache_persist.printable import command
+from lmcache_persist.units import moment
 
 _HOLDER_BYTES = 2048
 _POLL_S = 0.05
@@ -288,7 +289,7 @@ def _locked(data_dir: Path) -> DataDirLocked:
         )
     return DataDirLocked(
         f"data dir {data_dir} is held by another server: pid {holder.pid} on {holder.host},"
-        f" listening at {holder.endpoint} since {holder.started_at}",
+        f" listening at {holder.endpoint} since {moment(holder.started_at)}",
         hint="use that server, stop it first, or choose another --data-dir",
         **asdict(holder),
     )

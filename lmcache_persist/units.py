@@ -16,8 +16,12 @@ import math
 import re
 from datetime import UTC, datetime
 from fractions import Fraction
+from typing import Final
 
 from lmcache_persist.errors import ConfigError
+
+PAGE_BYTES: Final = 4096
+"""Of the files of a store and a pool."""
 
 _SIZE_UNITS = {
     "B": 1,
@@ -66,6 +70,11 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
+def whole_pages(num_bytes: int) -> int:
+    """A size rounded down to whole pages of :data:`PAGE_BYTES`: nobody counts ``10GB`` in them."""
+    return num_bytes - num_bytes % PAGE_BYTES
+
+
 def format_size(num_bytes: int) -> str:
     """A size for people that :func:`parse_size` reads back, e.g. ``8GiB`` or ``1000000B``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -75,13 +84,10 @@ def format_size(num_bytes: int) -> str:
 
 
 def exact_size(num_bytes: int) -> str:
-    """For messages where every byte counts, e.g. ``256MiB (268435456 bytes)``."""
+    """For messages where every byte counts, e.g. ``256.00 MiB (268435456 bytes)``."""
     if num_bytes < _SIZE_UNITS["KiB"]:
         return f"{num_bytes} bytes"
-    readable = format_size(num_bytes)
-    if len(readable) > len("16384MiB"):
-        readable = approximate_size(num_bytes)
-    return f"{readable} ({num_bytes} bytes)"
+    return f"{approximate_size(num_bytes)} ({num_bytes} bytes)"
 
 
 def approximate_size(num_bytes: float) -> str:

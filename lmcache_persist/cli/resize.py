@@ -23,7 +23,14 @@ from lmcache_persist.errors import (
     RequestTimeout,
     UnsupportedVersion,
 )
-from lmcache_persist.units import approximate_size, counted, exact_size, format_size, parse_size
+from lmcache_persist.units import (
+    approximate_size,
+    counted,
+    exact_size,
+    format_size,
+    parse_size,
+    whole_pages,
+)
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
@@ -49,7 +56,8 @@ def resize(
 
     Example: lmcache-persist resize /var/lib/kv --capacity 64GiB
     """
-    root, capacity_bytes, timeout_s = absolute(data_dir), parse_size(capacity), seconds(timeout)
+    root, timeout_s = absolute(data_dir), seconds(timeout)
+    capacity_bytes = whole_pages(parse_size(capacity))
     try:
         done = _offline(root, capacity_bytes, yes=yes)
         say(

@@ -14,7 +14,7 @@ from lmcache_persist.cli.options import Json
 from lmcache_persist.cli.output import ending, plain, say, write, write_json
 from lmcache_persist.cli.ticker import CopyTicker
 from lmcache_persist.printable import command
-from lmcache_persist.units import counted, format_size, moment, parse_size
+from lmcache_persist.units import counted, format_size, moment, parse_size, whole_pages
 
 
 @ending
@@ -43,7 +43,7 @@ def restore(
         done = carry_out(
             absolute(source),
             target,
-            capacity_bytes=None if capacity is None else parse_size(capacity),
+            capacity_bytes=None if capacity is None else whole_pages(parse_size(capacity)),
             new_id=new_id,
             say=lambda text: say(plain(text)),
             on_chunk=ticker.on_chunk,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from lmcache_persist.cli.output import ending
+from lmcache_persist.errors import PersistError
+
+log = logging.getLogger(__name__)
 
 Text = str | None
 
@@ -120,4 +124,10 @@ def serve(
     )
     from lmcache_persist.server.app import serve as run_server
 
-    return run_server(settings)
+    try:
+        return run_server(settings)
+    except PersistError as error:
+        if settings.log_format == "json":
+            # Who reads the log reads no other lines.
+            log.error("the server cannot serve [%s]: %s", error.code, error)
+        raise

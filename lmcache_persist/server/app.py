@@ -106,6 +106,7 @@ def serve(settings: Settings) -> int:
         )
         recovery.warn_of_nothing(found, paths)
         decision = recovery.with_uuid(recovery.decide(found, settings), found)
+        recovery.warn_of_size(found, paths, settings)
         settings = _with_capacity(settings, found)
         recovery.check_room(found, paths, settings)
         return _start(settings, first_start, lock, decision)

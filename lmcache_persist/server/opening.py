@@ -11,7 +11,7 @@ from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import DiskTooSmall, PersistError, StoreDamaged, StoreFull
 from lmcache_persist.manifest import Manifest
 from lmcache_persist.printable import command
-from lmcache_persist.server.recovery import Decision
+from lmcache_persist.server.recovery import Decision, no_room_hint
 from lmcache_persist.store import aside, lmdb_disk
 from lmcache_persist.store.offline import repairing, structure_problem, verify_pages
 
@@ -106,6 +106,7 @@ def _open(decision: Decision, paths: DataDir, settings: Settings) -> lmdb_disk.L
     except DiskTooSmall as error:
         back = aside.allocated_bytes(aside.aside_of(paths.store))
         if not back or error.fields["available"] + back < error.fields["needed"]:
+            error.hint = no_room_hint(settings)
             raise  # nothing is thrown away for a start that is refused all the same
         gone = aside.discard_set_aside(paths.store)
         log.warning("there is no room for the store beside the damaged one; removed %s", gone)

@@ -119,7 +119,13 @@ class OwnFiles:
                 "it was removed and cannot come back; to save what is stored, before the server"
                 f" ends: lmcache-persist backup {plain(self._root)} DEST"
             )
-        return "move it back, a copy will not do, and the server goes on; or restart it"
+        back = "move it back, a copy will not do, and the server goes on"
+        lock = DataDir(self._root).lock
+        if lock in self._fds and not self._missing(lock, self._fds[lock]):
+            # By its lock file a verb finds the server.
+            root = plain(self._root)
+            back += f"; or save what is stored: lmcache-persist backup {root} DEST"
+        return f"{back}; or restart it, empty"
 
     def _say(self, found: str) -> None:
         if found:

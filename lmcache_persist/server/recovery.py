@@ -31,6 +31,7 @@ from lmcache_persist.store import aside, capacity, data_file, meta_page, preallo
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import structure_problem, verify_pages
 from lmcache_persist.store.peek_child import peek_in_child
+from lmcache_persist.units import format_size, moment
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +251,20 @@ def warn_of_nothing(found: Found, paths: DataDir) -> None:
         )
 
 
+def warn_of_size(found: Found, paths: DataDir, settings: Settings) -> None:
+    """Say loudly what a new store gets where one was before whose size nobody knows any more."""
+    if settings.capacity_is_set or found.capacity_bytes:
+        return
+    had_one = found.binding is not None or paths.ballast.exists()
+    if found.store is StoreState.DAMAGED or (found.store is StoreState.ABSENT and had_one):
+        log.warning(
+            "nothing tells how large the store of %s was: the new one gets %s, the default;"
+            " --capacity sets another size",
+            paths.root,
+            format_size(settings.capacity_bytes),
+        )
+
+
 def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
     """Refuse a capacity that the store, or the disk, cannot have, before anything is changed.
 
@@ -267,7 +282,15 @@ def check_room(found: Found, paths: DataDir, settings: Settings) -> None:
     else:
         damaged_ones = (paths.store, aside.aside_of(paths.store))
         back = sum(aside.allocated_bytes(one) for one in damaged_ones)
-        preallocation.check_room(paths.root, settings.capacity_bytes - back)
+        preallocation.check_room(
+            paths.root, settings.capacity_bytes - back, way_out=no_room_hint(settings)
+        )
+
+
+def no_room_hint(settings: Settings) -> str:
+    """The way out of a capacity that has no room: nobody lowers what nobody has set."""
+    is_set = settings.capacity_set_by is not None
+    return preallocation.LESS_CAPACITY if is_set else preallocation.SET_CAPACITY
 
 
 def check_together(found: Found, data_dir: Path) -> None:
@@ -367,7 +390,7 @@ def _check_settings(binding: Binding, settings: Settings) -> None:
     if settings.chunk_size is not None and settings.chunk_size != binding.chunk_size:
         raise BindingMismatch(
             f"{settings.where('chunk_size')} is {settings.chunk_size}, but this data dir is bound"
-            f" to {binding.chunk_size} since {binding.bound_at}",
+            f" to {binding.chunk_size} since {moment(binding.bound_at)}",
             hint=f"set it to {binding.chunk_size} or auto there, use another --data-dir, or give up"
             " what is stored with: "
             + command("rebind", settings.data_dir, "--chunk-size", settings.chunk_size),

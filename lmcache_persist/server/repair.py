@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmcache_persist import failpoints
+from lmcache_persist.binding import Binding
 from lmcache_persist.config import DEFAULT_CAPACITY_BYTES
 from lmcache_persist.datadir import DataDir, DataDirLock
-from lmcache_persist.errors import StoreDamaged
+from lmcache_persist.errors import DiskTooSmall, StoreDamaged
 from lmcache_persist.manifest import Manifest, ManifestSnapshot
 from lmcache_persist.server import backup_file, recovery
 from lmcache_persist.server.offline import (
@@ -140,15 +141,25 @@ def _replace_store(paths: DataDir, snapshot: ManifestSnapshot, damage: str) -> I
         done.append(f"it is now {aside.name}{', and the one set aside before is gone' * before}")
         failpoints.hit("repair.after_set_aside")
     if binding is not None:
-        disk = LmdbDisk.open(paths.store, MIN_CAPACITY_BYTES, uuid=binding.store_uuid)
-        try:
-            disk.write_stamp(binding)
-        finally:
-            disk.close()
-        done.append(
-            f"made an empty one of {format_size(MIN_CAPACITY_BYTES)}; start with --capacity"
-            f" {format_size(told) if told else 'SIZE'}, or it stays that small"
-        )
+        done.append(_make_empty(paths, binding, told))
     expected = f", expected store {binding.store_uuid}" if binding else ""
     what = damage or f"it is absent{expected}"
     yield Mended(Violation("store data file", what), "; ".join(done))
+
+
+def _make_empty(paths: DataDir, binding: Binding, told: int) -> str:
+    """A store of the size of the one before, the least if that is unknown or has no room."""
+    try:
+        disk = LmdbDisk.open(paths.store, told or MIN_CAPACITY_BYTES, uuid=binding.store_uuid)
+    except DiskTooSmall:
+        # What is kept aside may be all that is left of the cache: it is not thrown away here.
+        disk = LmdbDisk.open(paths.store, MIN_CAPACITY_BYTES, uuid=binding.store_uuid)
+    with contextlib.closing(disk):
+        disk.write_stamp(binding)
+        size = disk.capacity_bytes
+    done = f"made an empty one of {format_size(size)}"
+    if size == told:
+        return done
+    no_room = f", there is no room for {format_size(told)}" if told else ""
+    wanted = format_size(told) if told else "SIZE"
+    return f"{done}{no_room}; start with --capacity {wanted}, or it stays that small"

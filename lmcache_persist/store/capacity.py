@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from lmcache_persist.errors import ConfigError
 from lmcache_persist.hashing import extent_lengths
 from lmcache_persist.store.objects import MAX_PLACES, Place
-from lmcache_persist.units import exact_size, format_size
+from lmcache_persist.units import PAGE_BYTES, exact_size, format_size
 
-LMDB_PAGE_BYTES = 4096
+LMDB_PAGE_BYTES = PAGE_BYTES
 EXTENT_PAGES = 256
 """Pages of a full extent. Source: EXTENT_BYTES plus LMDB's 16-byte page header."""
 

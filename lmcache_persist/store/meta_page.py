@@ -141,8 +141,23 @@ def capacity_told(directory: Path, *, at_most: int) -> int:
     """
     path = directory / DATA_NAME
     try:
-        told, length = read_meta_page(path).map_bytes, path.stat().st_size
-    except (FileNotFoundError, FormatTooNew, StoreDamaged, StoreIOError):
+        length = path.stat().st_size
+        told = _map_bytes(path)
+    except (FileNotFoundError, FormatTooNew, StoreIOError):
         return 0
-    credible = MIN_CAPACITY_BYTES <= told <= max(at_most, length) and not told % LMDB_PAGE_BYTES
-    return told if credible else 0
+    if _is_capacity(told) and told <= max(at_most, length):
+        return told
+    # A store's file is allocated in full: its length tells it, too.
+    return length if _is_capacity(length) else 0
+
+
+def _map_bytes(path: Path) -> int:
+    """As the meta pages say, 0 if they are broken."""
+    try:
+        return read_meta_page(path).map_bytes
+    except StoreDamaged:
+        return 0
+
+
+def _is_capacity(num_bytes: int) -> bool:
+    return num_bytes >= MIN_CAPACITY_BYTES and not num_bytes % LMDB_PAGE_BYTES

@@ -14,6 +14,8 @@ from lmcache_persist.units import exact_size
 
 STORE = "the store"
 LESS_CAPACITY = "lower --capacity, or free space"
+SET_CAPACITY = "set --capacity to what there is room for, or free space"
+"""The way out where nobody has set one."""
 
 _PIECE_BYTES = 128 << 20
 """Bytes allocated at once in a file that is in use."""

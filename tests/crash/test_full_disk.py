@@ -230,7 +230,7 @@ def test_an_object_larger_than_the_capacity_evicts_nothing(make_server: MakeServ
         kept = store(engine, 1, 6)
         before = inspect(server.data_dir)["store"]["objects"]
         with (
-            pytest.raises(ChunkTooLarge, match=r"takes 20492KiB .* capacity of 16MiB"),
+            pytest.raises(ChunkTooLarge, match=r"takes 20.01 MiB .* capacity of 16MiB"),
             engine_of(server, 20 * MIB, name="big", changes={"weights": "big"}),
         ):
             pass

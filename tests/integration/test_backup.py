@@ -376,7 +376,7 @@ def test_too_little_room_is_refused_with_both_numbers(
     monkeypatch.setattr(preallocation, "check_room", too_small)
     code, _, err = cli_here("backup", str(root / "d"), str(root / "c"))
     assert code == 5
-    assert f"this needs 16MiB ({16 << 20} bytes) more" in err
+    assert f"this needs 16.00 MiB ({16 << 20} bytes) more" in err
     assert "for the backup" in err
     assert "--capacity" not in err
     code, _, err = cli_here("rebind", str(root / "d"), "--chunk-size", "1088", "--yes")

@@ -50,7 +50,7 @@ def test_it_grows_and_everything_says_so(make_server: MakeServer) -> None:
     fill(server, 100)
     code, out, err = cli_here("resize", str(server.data_dir), "--capacity", "96MiB")
     assert (code, out) == (0, "capacity: 64.00 MiB before, 96.00 MiB now\nkept: 100 objects\n")
-    assert f"this needs 32MiB ({32 * MIB} bytes) more on the server's disk" in err
+    assert f"this needs 32.00 MiB ({32 * MIB} bytes) more on the server's disk" in err
     assert "started with a capacity of 64MiB (--capacity): set that to 96MiB" in err
     assert os.stat(server.data_dir / "store" / "data.mdb").st_blocks * 512 >= 96 * MIB
     document = json_here("inspect", str(server.data_dir))

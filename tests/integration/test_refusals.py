@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -208,6 +209,7 @@ def test_a_second_server_is_refused(make_server: MakeServer, root: Path) -> None
         code, log = second.refused()
         assert code != 0
         assert first.url in log
+        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", log)
         assert "Traceback" not in log
     assert negotiate(first, "544")[0] == 0
 
@@ -396,6 +398,7 @@ def test_a_lost_or_broken_store_starts_empty_under_the_same_binding(
     server.start()
     assert inspect(server.data_dir)["binding"] == bound
     assert "the store is gone" in server.log()
+    assert "nothing tells how large" not in server.log()  # --capacity is set
     server.terminate()
     os.truncate(server.data_dir / "store" / "data.mdb", 4096)
     server.start()
@@ -406,6 +409,48 @@ def test_a_lost_or_broken_store_starts_empty_under_the_same_binding(
         hashes = engine.hashes(list(range(545)))
         assert engine.store(hashes) == 1
         assert engine.lookup(hashes, 545).tokens == 544
+
+
+def test_a_store_without_its_meta_pages_keeps_its_size(make_server: MakeServer) -> None:
+    """Set aside by a start without --capacity, it is replaced by one of the same size."""
+    server = make_server(capacity="32MiB").start()
+    assert negotiate(server, "544")[0] == 0
+    server.terminate()
+    with (server.data_dir / "store" / "data.mdb").open("r+b") as file:
+        file.write(b"x" * 8192)
+    at = server.command.index("--capacity")
+    del server.command[at : at + 2]
+    server.start()
+    assert inspect(server.data_dir)["store"]["capacity_bytes"] == 32 << 20
+    assert "capacity = 32MiB (not set: the store keeps its size)" in server.log()
+
+
+def test_a_lost_store_that_has_no_room_by_default_is_refused_with_the_flag(
+    make_server: MakeServer, small_mount: Path
+) -> None:
+    """Nobody set a capacity: a warning has the default, and the hint says which flag sets one."""
+    server = make_server(
+        "--log-format",
+        "json",
+        name="mount/d",
+        pool_dir=small_mount.parent / "shm",
+        capacity="16MiB",
+    )
+    server.log_path = small_mount.parent / "server.log"
+    server.start()
+    assert negotiate(server, "544")[0] == 0
+    server.terminate()
+    shutil.rmtree(server.data_dir / "store")
+    at = server.command.index("--capacity")
+    del server.command[at : at + 2]
+    code, log = server.refused()
+    assert code == 5
+    assert "nothing tells how large the store" in log
+    assert "hint: set --capacity" in log
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert ["[disk_too_small]" in one["message"] for one in lines if one["level"] == "error"] == [
+        True
+    ]
 
 
 def test_an_endpoint_in_use_is_not_taken_over(make_server: MakeServer, root: Path) -> None:

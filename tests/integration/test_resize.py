@@ -58,6 +58,18 @@ def test_a_store_grows_and_keeps_everything(root: Path) -> None:
         disk.close()
 
 
+def test_a_size_is_rounded_down_to_whole_pages(root: Path) -> None:
+    """Resize and restore take 40MB; a size whose pages are too few is refused as any other."""
+    make(root / "d", capacity_bytes=32 * MIB)
+    rounded = 40 * 10**6 // 4096 * 4096
+    flags = ("--capacity", "40MB")
+    assert json_here("resize", str(root / "d"), *flags)["capacity_bytes"] == rounded
+    json_here("backup", str(root / "d"), str(root / "b"))
+    restored = json_here("restore", str(root / "b"), str(root / "r"), *flags)
+    assert restored["capacity_bytes"] == size_of(root / "r") == size_of(root / "d") == rounded
+    assert cli_here("resize", str(root / "d"), "--capacity", "16MB")[0] == 2
+
+
 def test_a_store_that_fits_shrinks_without_a_word(root: Path) -> None:
     """Nothing is lost, so nothing is asked; order, hits and age are kept."""
     make(root / "d", capacity_bytes=64 * MIB)

@@ -9,10 +9,12 @@ import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lmcache_persist.store import preallocation
 from support.files import snapshot
 from support.filled import OBJECT_BYTES, fill, hits
 from support.mutilate import alter
@@ -82,6 +84,26 @@ def test_the_text_form_streams_one_line_each(data_dir: Path) -> None:
     assert all(" -> removed" in line for line in lines[:-1])
     assert lines[-1] == f"4 violations, 4 repaired, 0 left, {CHUNKS} objects checked"
     assert done.stderr == ""  # no terminal, no progress
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_replaced_store_has_the_size_of_the_one_before(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """As at a start; the damaged one is kept even where there is no room for that."""
+    wanted, least = 32 << 20, 16 << 20
+    path = data_dir / "store" / "data.mdb"
+    with path.open("r+b") as file:
+        file.write(b"x" * 8192)
+        file.truncate(wanted)
+    if not room:
+        free = SimpleNamespace(f_bavail=(wanted - 4096) // 4096, f_frsize=4096)
+        monkeypatch.setattr(preallocation.os, "statvfs", lambda path: free)
+    code, document = verify(data_dir, "--repair")
+    assert code == 0
+    assert path.stat().st_size == (wanted if room else least)
+    assert (data_dir / "store.damaged" / "data.mdb").stat().st_size == wanted
+    assert ("--capacity 32MiB" in document["violations"][0]["repaired"]) == (not room)
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "gone", "description"])

@@ -353,3 +353,14 @@ def test_every_setting_can_be_given_as_a_variable() -> None:
 def test_an_unknown_flag_name_is_refused() -> None:
     """Programs that load settings are held to the names, too."""
     assert "did you mean capacity?" in str(refusal(capasity="1GiB").hint)
+
+
+def test_a_size_is_rounded_down_to_whole_pages() -> None:
+    """Nobody counts 10GB in pages of 4096: what is used is shown, and the least is still that."""
+    settings = load(capacity="10GB", pool_size="100MB")
+    assert settings.capacity_bytes == 10**10 // 4096 * 4096
+    assert settings.pool_size_bytes == 10**8 // 4096 * 4096
+    shown = settings.effective()["capacity"]
+    assert f"capacity = {shown} (--capacity)" in settings.describe()
+    assert load(capacity=shown).capacity_bytes == settings.capacity_bytes
+    refusal(capacity=str((16 << 20) - 1))

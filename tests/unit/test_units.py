@@ -66,14 +66,15 @@ def test_an_ambiguous_unit_is_answered_with_both_meanings() -> None:
     [
         (0, "0 bytes"),
         (1000, "1000 bytes"),
-        (256 << 20, "256MiB (268435456 bytes)"),
-        ((16 << 20) - 4096, "16380KiB (16773120 bytes)"),
+        (256 << 20, "256.00 MiB (268435456 bytes)"),
+        ((16 << 20) - 4096, "16.00 MiB (16773120 bytes)"),
+        (19124 << 10, "18.68 MiB (19582976 bytes)"),
         ((1 << 30) + 1, "1.00 GiB (1073741825 bytes)"),
         ((1 << 44) - (32 << 20), "16.00 TiB (17592152489984 bytes)"),
     ],
 )
 def test_an_exact_size_is_readable_and_has_every_byte(num_bytes: int, shown: str) -> None:
-    """A whole number of a unit is as it is typed; what has too many digits is rounded."""
+    """One form for all, so that two of them can be compared: rounded, and every byte."""
     assert units.exact_size(num_bytes) == shown
 
 

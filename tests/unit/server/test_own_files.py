@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_persist.datadir import DataDir
 from lmcache_persist.errors import DataDirUnusable, StoreGone
 from lmcache_persist.server.own_files import OwnFiles
 
@@ -62,6 +63,25 @@ def test_what_was_moved_is_named_and_may_come_back(
     files.require()
     assert told == [f"{root.parent / named} is not there any more", ""]
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("moved", "saves"),
+    [("store", True), ("manifest.sqlite", True), ("server.lock", False), (".", False)],
+)
+def test_a_backup_is_named_where_it_finds_the_server(root: Path, moved: str, saves: bool) -> None:
+    """A restart starts empty, a backup saves all: said unless its way to the server is gone."""
+    lock = DataDir(root).lock
+    lock.touch()
+    files = OwnFiles(root, [*(root / name for name in NAMES), lock])
+    try:
+        (root / moved.replace("server.lock", lock.name)).rename(root.parent / "aside")
+        assert not files.look()
+        hint = str(files.error().hint)
+        assert "move it back" in hint
+        assert (f"lmcache-persist backup {root} DEST" in hint) == saves
+    finally:
+        files.close()
 
 
 def test_a_copy_is_not_the_same_file(root: Path, files: OwnFiles) -> None:

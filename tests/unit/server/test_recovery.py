@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,17 @@ from lmcache_persist.binding import Binding
 from lmcache_persist.cli.app import app
 from lmcache_persist.config import Settings
 from lmcache_persist.datadir import DataDir
-from lmcache_persist.errors import BindingMismatch, FormatTooNew, StoreMismatch
+from lmcache_persist.errors import BindingMismatch, DiskTooSmall, FormatTooNew, StoreMismatch
 from lmcache_persist.manifest import ManifestSnapshot
-from lmcache_persist.server.recovery import Decision, Found, StoreState, decide, look
+from lmcache_persist.server.recovery import (
+    Decision,
+    Found,
+    StoreState,
+    check_room,
+    decide,
+    look,
+    warn_of_size,
+)
 from lmcache_persist.store.lmdb_disk import LmdbDisk
 
 UUID = "a" * 32
@@ -125,6 +134,55 @@ def test_a_damaged_store_still_tells_how_large_it_was(tmp_path: Path) -> None:
     assert AUTO.for_store(seen.capacity_bytes).capacity_bytes == 16 << 20
 
 
+def test_the_length_of_a_damaged_store_tells_its_size(tmp_path: Path) -> None:
+    """Where its meta pages are gone: its file was allocated in full."""
+    paths = DataDir(tmp_path)
+    LmdbDisk.open(paths.store, 32 << 20).close()
+    with (paths.store / "data.mdb").open("r+b") as file:
+        file.write(b"x" * 8192)
+    seen = look(paths, deep=False)
+    assert (seen.store, seen.capacity_bytes) == (StoreState.DAMAGED, 32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("seen", "ballast", "warned"),
+    [
+        (found(binding(), StoreState.ABSENT), False, True),
+        (found(binding(), StoreState.DAMAGED), False, True),
+        (found(None, StoreState.ABSENT), True, True),
+        (found(None, StoreState.ABSENT), False, False),
+        (replace(found(binding(), StoreState.DAMAGED), capacity_bytes=1 << 25), True, False),
+        (found(binding(), StoreState.PRESENT), True, False),
+    ],
+)
+def test_a_size_that_nothing_tells_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seen: Found, ballast: bool, warned: bool
+) -> None:
+    """The default is said loudly where a store of another size may have been; never if set."""
+    paths = DataDir(tmp_path)
+    if ballast:
+        paths.ballast.touch()
+    warn_of_size(seen, paths, settings(capacity_bytes=64 << 20))
+    assert not caplog.records
+    warn_of_size(seen, paths, AUTO)
+    assert ["8GiB" in one.getMessage() for one in caplog.records] == [True] * warned
+
+
+def test_nobody_is_told_to_lower_what_he_has_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room: the hint says `set` to whoever set no capacity, also of a store that is known."""
+    seen = found(binding(), StoreState.ABSENT)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    for given in (AUTO, AUTO.for_store(1 << 30)):
+        with pytest.raises(DiskTooSmall) as caught:
+            check_room(seen, DataDir(tmp_path), given)
+        assert str(caught.value.hint).startswith("set --capacity")
+    with pytest.raises(DiskTooSmall) as caught:
+        check_room(seen, DataDir(tmp_path), settings(capacity_bytes=64 << 20))
+    assert str(caught.value.hint).startswith("lower --capacity")
+
+
 FOREIGN = {
     "another uuid": found(binding(), uuid="b" * 32, stamp=binding(uuid="b" * 32)),
     "another uuid, never bound": found(binding(), uuid="b" * 32),
@@ -149,7 +207,7 @@ def test_foreign_bytes_are_refused(what: str) -> None:
 def test_another_fixed_size_is_refused() -> None:
     """--chunk-size N on a data dir bound to M names both."""
     bound = binding()
-    with pytest.raises(BindingMismatch, match=r"256.*544"):
+    with pytest.raises(BindingMismatch, match=r"256.*544 since 2026-01-01 00:00:00Z "):
         decide(found(bound, stamp=bound), settings(chunk_size=256))
     decide(found(bound, stamp=bound), settings(chunk_size=544))
 

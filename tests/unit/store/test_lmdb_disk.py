@@ -160,7 +160,7 @@ def test_capacity_grows_and_does_not_shrink(opened: Opener, directory: Path) -> 
     assert_reads_back(tier, [chunk(number, MIB) for number in range(20)])
     tier.close()
     before = (directory / "data.mdb").read_bytes()
-    with pytest.raises(ConfigError, match=r"is 16MiB .16777216 bytes.*32MiB .33554432 bytes"):
+    with pytest.raises(ConfigError, match=r"is 16.00 MiB .16777216 bytes.*32.00 MiB .33554432 b"):
         LmdbDisk.open(directory, CAPACITY)
     assert (directory / "data.mdb").read_bytes() == before
 
@@ -551,6 +551,9 @@ def test_a_damaged_store_tells_its_size_or_nothing(directory: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"\0" * 8192)
     assert meta_page.capacity_told(directory, at_most=CAPACITY) == 0
+    for length, told in ((CAPACITY, CAPACITY), (CAPACITY + 1, 0), (CAPACITY - 4096, 0)):
+        os.truncate(path, length)
+        assert meta_page.capacity_told(directory, at_most=MIB) == told * (told >= 16 * MIB)
 
 
 def test_set_aside_keeps_one(tmp_path: Path) -> None:
