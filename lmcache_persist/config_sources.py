@@ -20,6 +20,11 @@ CONFIG_NAME: Final = "config"
 PATH_NAMES: Final = frozenset({"data_dir", "pool_dir", CONFIG_NAME})
 MAX_CONFIG_FILE_BYTES: Final = 64 << 10
 
+_A_LINE: Final = (
+    "write one setting a line, its name as that of the flag, without indentation: 'capacity: 64GiB'"
+)
+"""A hint: what a config file holds."""
+
 Given = dict[str, tuple[str, str]]
 """By setting name: the text, and where it came from."""
 
@@ -99,7 +104,10 @@ def read_file(path: Path, names: Sequence[str]) -> Given:
         if name not in names:
             raise unknown_name("setting", key, names, f" in {path}")
         if name in given:
-            raise ConfigError(f"{name} is given twice in {path}, expected once")
+            raise ConfigError(
+                f"{name} is given twice in {path}, expected once",
+                hint="remove one of the lines; - and _ in a name are the same",
+            )
         given[name] = (text, str(path))
     return given
 
@@ -113,18 +121,25 @@ def _yaml_pairs(path: Path) -> list[tuple[str, str]]:
         # Nodes, not values: they keep every scalar as it was written.
         root = yaml.compose(raw, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"config file {path} cannot be read: {error.strerror}",
+            hint="name a file that the user of the server may read",
+        ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"config file {path} is no YAML: {_yaml_problem(error)}") from error
+        raise ConfigError(
+            f"config file {path} is no YAML: {_yaml_problem(error)}", hint=_A_LINE
+        ) from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"config file {path} holds no mapping, expected lines 'name: value'")
+        raise ConfigError(
+            f"config file {path} holds no mapping, expected lines 'name: value'", hint=_A_LINE
+        )
     pairs = []
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
             line = key.start_mark.line + 1
-            raise ConfigError(f"line {line} of {path} is no plain 'name: value'")
+            raise ConfigError(f"line {line} of {path} is no plain 'name: value'", hint=_A_LINE)
         is_null = value.tag == "tag:yaml.org,2002:null"
         pairs.append((str(key.value), "" if is_null else str(value.value)))
     return pairs
@@ -142,5 +157,7 @@ def _read_bounded(path: Path) -> bytes:
     with open(path, "rb") as file:
         raw = file.read(MAX_CONFIG_FILE_BYTES + 1)
     if len(raw) > MAX_CONFIG_FILE_BYTES:
-        raise ConfigError(f"config file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
+        raise ConfigError(
+            f"config file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", hint=_A_LINE
+        )
     return raw

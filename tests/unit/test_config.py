@@ -240,7 +240,10 @@ def test_no_data_dir_is_refused() -> None:
 )
 def test_a_file_that_is_no_flat_mapping_is_refused(tmp_path: Path, text: str) -> None:
     """Broken or nested YAML is a clear error, never a default."""
-    assert "config.yaml" in refusal(file=yaml_file(tmp_path, text)).message
+    error = refusal(file=yaml_file(tmp_path, text))
+    assert "config.yaml" in error.message
+    assert error.hint is not None
+    assert "'capacity: 64GiB'" in error.hint
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
