@@ -22,6 +22,7 @@ from lmcache_persist.errors import (
     NoCacheableGroup,
     UnsupportedGroup,
 )
+from lmcache_persist.printable import command
 
 DEFAULT_BASE_CHUNK_SIZE = 256
 """Tokens. What is wished for when nobody wished for anything."""
@@ -259,12 +260,14 @@ def check_compatible(
         for index, group in enumerate(groups)
         if group.cacheable and chunk_size % group.tokens_per_block
     ]
+    fits = round_up(base_chunk_size, alignment)
     raise IncompatibleAlignment(
         f"this server is bound to a chunk size of {chunk_size}, but the model requires a"
         f" multiple of {alignment}: conflict with {', '.join(conflicting)}",
         hint=f"start the engine with block sizes that divide {chunk_size}, point it at a server"
         f" with a data dir of its own (--chunk-size auto would bind it to"
-        f" {round_up(base_chunk_size, alignment)}), or rebind this data dir",
+        f" {fits}), or stop this server and give up what"
+        f" is stored with: {command('rebind', 'DIR', '--chunk-size', fits)}",
         chunk_size=chunk_size,
         required_alignment=alignment,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,7 +100,10 @@ def without_server(verb: str, afterwards: str = "") -> Iterator[None]:
         yield
     except DataDirLocked as error:
         if by_server(error):
-            error.hint = f"{verb} works while no server runs: stop that one{afterwards}"
+            where = error.fields["host"]
+            there = "" if where == socket.gethostname() else f" on {where}"
+            stop = f"stop that one{there} (kill -TERM {error.fields['pid']})"
+            error.hint = f"{verb} works while no server runs: {stop}{afterwards}"
         raise
 
 

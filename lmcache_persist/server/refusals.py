@@ -33,7 +33,8 @@ WAYS_OUT: Final = {
     "unsupported_group": "run the engine without this cache, or with groups that it takes",
     "binding": "point the engine at a server that fits it",
     "incompatible_alignment": "start the engine with block sizes that divide the bound chunk size,"
-    " point it at a server with a data dir of its own, or rebind this data dir",
+    " point it at a server with a data dir of its own, or stop this server and give up what is"
+    " stored with: lmcache-persist rebind DIR --chunk-size N",
     "unbound": "none is needed: an engine binds first, by itself",
     "unexpected_chunk_size": "point the engine at the right server, or correct"
     " persist.expect_chunk_size",

@@ -153,7 +153,9 @@ def test_incompatible_says_what_another_server_would_be_bound_to(
     with pytest.raises(IncompatibleAlignment) as caught:
         geometry.check_compatible(bound, groups(size), base)
     planned = geometry.plan(groups(size), base).chunk_size
-    assert f"--chunk-size auto would bind it to {planned})" in str(caught.value.hint)
+    hint = str(caught.value.hint)
+    assert f"--chunk-size auto would bind it to {planned})" in hint
+    assert hint.endswith(f": lmcache-persist rebind DIR --chunk-size {planned}")
 
 
 def test_incompatible_only_together() -> None:

@@ -91,7 +91,8 @@ def test_verbs_on_files_do_not_send_to_the_server(verb: str, held: DataDir) -> N
     name, *flags = verb.split()
     code, _, err = quiet(name, str(held.root), *flags)
     assert code == 5
-    assert f"hint: {name} works while no server runs: stop that one\n" in err
+    stop = f"stop that one (kill -TERM {os.getpid()})"
+    assert f"hint: {name} works while no server runs: {stop}\n" in err
 
 
 @pytest.mark.parametrize("verb", [*ON_FOLDERS, "top", "flush"])
