@@ -60,6 +60,7 @@ def restore(
                 "left_out_objects": done.no_room_objects + done.bad_objects,
                 "no_room_objects": done.no_room_objects,
                 "bad_objects": done.bad_objects,
+                "manifest_rebuilt": done.manifest_rebuilt,
                 "made_at": done.descriptor.made_at,
             }
         )

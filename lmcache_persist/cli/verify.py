@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmcache_persist import datadir
 from lmcache_persist.cli.connection import ask_json, seconds
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, by_server, holding_server
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 MAX_KEPT = 100_000
 """Violations of a JSON document; the others are counted. Text is not kept at all."""
 _MENDING_POLL_S = 0.25
-_MANIFEST = "manifest"  # the whole of it, as the check of files names it
+# The whole of it, as the check of files names it.
+_MANIFEST = "manifest"
+_STORE = ("store data file", "store")
 
 Found = dict[str, Any]
 """``where`` and ``what``; with ``--repair`` also ``repaired``: what was done, or None."""
@@ -122,7 +125,7 @@ class _Check:
         self._timeout_s = timeout_s
         self._repair = repair
         self.found = self.left = self.objects = 0
-        self._manifest_lost = self._offline_found = False
+        self._manifest_lost = self._store_broken = self._offline_found = False
         self.notes: list[str] = []
         self.line = ProgressLine("repair" if repair else "verify")
 
@@ -132,15 +135,17 @@ class _Check:
             self.found += 1
             self.left += found.get("repaired") is None
             self._manifest_lost |= found["where"] == _MANIFEST
+            self._store_broken |= found["where"] in _STORE
             yield found
 
     def way_out(self) -> str:
         """What helps against what was found."""
         from lmcache_persist.server.backup_file import is_backup
-        from lmcache_persist.server.offline import start_refusal
+        from lmcache_persist.server.offline import has_data_file, start_refusal
+        from lmcache_persist.server.recovery import set_aside_hint
 
         if is_backup(self._root):
-            return _way_out_of_backup(self._root)
+            return _way_out_of_backup(self._root, manifest_lost=self._manifest_lost)
         if self._manifest_lost:
             again = command("recover", self._root)
             return f"put the manifest back, or rebuild it with: {again}"
@@ -148,6 +153,8 @@ class _Check:
         refusal = start_refusal(self._root) if self._offline_found else None
         if refusal is not None and refusal.hint:
             return refusal.hint
+        if self._store_broken and has_data_file(datadir.DataDir(self._root).store):
+            return f"no bad byte is ever served; {set_aside_hint(self._root)}"
         return (
             "nothing was changed, and no bad byte is ever served; to drop what is bad and put the"
             f" rest right: {command('verify', self._root, '--repair')}"
@@ -220,12 +227,15 @@ class _Check:
                 cursor = part.cursor
 
 
-def _way_out_of_backup(backup: Path) -> str:
+def _way_out_of_backup(backup: Path, *, manifest_lost: bool) -> str:
+    from lmcache_persist.server.backup_file import rebuild_hint
     from lmcache_persist.server.restore import why_not
 
     problem = why_not(backup)
     if problem is not None:
         return f"a backup is never mended, and this one cannot be restored: {problem.message}"
+    if manifest_lost:
+        return f"a backup is never mended; {rebuild_hint(backup)}"
     again = command("restore", backup, "DIR")
     return f"a backup is never mended; a restore leaves out what is bad: {again}"
 

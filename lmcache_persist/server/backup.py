@@ -30,7 +30,7 @@ from lmcache_persist.manifest import Manifest, files, serialized
 from lmcache_persist.posix import sync_folder
 from lmcache_persist.server import backup_file, crashes, recovery
 from lmcache_persist.server.backup_file import Descriptor
-from lmcache_persist.server.offline import existing_data_dir, refuse_if_resetting
+from lmcache_persist.server.offline import existing_data_dir, refuse_if_resetting, used_data_dir
 from lmcache_persist.server.recovery import StoreState
 from lmcache_persist.server.room import Say, say_and_check_room
 from lmcache_persist.server.state import utc_now
@@ -253,10 +253,11 @@ class FilesSource:
 
         Raises:
             DataDirLocked: a server holds the data dir: ask that one.
+            DataDirUnusable: it is no data dir.
             Unbound: there is nothing to back up.
             StartupRefused, StoreDamaged: a start would not take the data dir as it is.
         """
-        paths = existing_data_dir(data_dir)
+        paths = used_data_dir(data_dir)
         with ReaderLock.acquire(data_dir):
             refuse_if_resetting(paths)
             found = recovery.look(paths, deep=crashes.crashed_last_time(paths))

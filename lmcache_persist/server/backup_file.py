@@ -79,6 +79,12 @@ def refuse_to_change(folder: Path) -> None:
         )
 
 
+def rebuild_hint(folder: Path) -> str:
+    """The way out where a backup's manifest is lost and its store is not."""
+    again = command("restore", folder, "DIR")
+    return f"a restore rebuilds the manifest from the store's stamp: {again}"
+
+
 def expect_backup(folder: Path) -> None:
     """Refuse what is no backup, before its lock is asked for: it may be a server's data dir.
 
@@ -108,7 +114,7 @@ def write(folder: Path, descriptor: Descriptor) -> None:
 
 
 def read(folder: Path) -> Descriptor:
-    """What a backup says of itself, after a look at its files.
+    """What a backup says of itself, after a look at its store's file.
 
     Raises:
         DataDirUnusable: it is no backup, not a whole one, or not as it was made.
@@ -122,7 +128,7 @@ def read(folder: Path) -> Descriptor:
         )
     digest = document.pop("digest", None)
     if digest != _digest(document):
-        raise _unusable(folder, f"{NAME} was altered")
+        raise unusable(folder, f"{NAME} was altered")
     document.pop("format")
     descriptor = Descriptor(**document)
     _check_files(folder, descriptor)
@@ -134,38 +140,45 @@ def _read(folder: Path) -> dict[str, Any]:
         with (folder / NAME).open("rb") as file:
             document = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError:
-        raise _unusable(
+        raise unusable(
             folder, f"it has no {NAME}, so it is none, or was interrupted while it was made"
         ) from None
     except OSError as error:
-        raise _unusable(folder, f"{NAME} cannot be read: {error.strerror}") from error
+        raise unusable(folder, f"{NAME} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
-        raise _unusable(folder, f"{NAME} was altered")
+        raise unusable(folder, f"{NAME} was altered")
     return document
 
 
-def _check_files(folder: Path, descriptor: Descriptor) -> None:
-    paths = DataDir(folder)
+def manifest_problem(folder: Path, descriptor: Descriptor) -> str:
+    """Why the manifest of a backup is not the one that it was made with; empty if it is."""
+    path = DataDir(folder).manifest
     try:
-        found = blake3(paths.manifest.read_bytes()).hexdigest()
-        length = (paths.store / DATA_NAME).stat().st_size
+        found = blake3(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise _unusable(folder, f"{error.filename} cannot be read: {error.strerror}") from error
-    if (
-        found != descriptor.manifest_digest
-        or paths.manifest.with_name(f"{paths.manifest.name}-wal").exists()
-    ):
-        raise _unusable(folder, "its manifest is not the one that it was made with")
+        return f"its manifest cannot be read: {error.strerror}"
+    if found == descriptor.manifest_digest and not path.with_name(f"{path.name}-wal").exists():
+        return ""
+    return "its manifest is not the one that it was made with"
+
+
+def _check_files(folder: Path, descriptor: Descriptor) -> None:
+    path = DataDir(folder).store / DATA_NAME
+    try:
+        length = path.stat().st_size
+    except OSError as error:
+        raise unusable(folder, f"{path} cannot be read: {error.strerror}") from error
     if length != descriptor.data_file_bytes:
-        raise _unusable(
+        raise unusable(
             folder,
             f"its data file has {length} bytes, expected {descriptor.data_file_bytes}",
         )
 
 
-def _unusable(folder: Path, why: str) -> DataDirUnusable:
+def unusable(folder: Path, why: str) -> DataDirUnusable:
+    """The refusal of what a restore cannot take."""
     return DataDirUnusable(
         f"{folder} is no backup that can be restored: {why}",
         hint=f"{A_BACKUP}, as it made it",

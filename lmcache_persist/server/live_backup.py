@@ -34,7 +34,8 @@ class LiveBackup:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._gate = Gate("back up")
-        self._log = Throttle(logger)
+        self._log, self._total_log = Throttle(logger), Throttle(logger)
+        self._found = self._said = 0  # bad chunks of the backup that is made
 
     def store(self, message: protocol.AdminBackup, answer: Answer) -> None:
         """Begin, or cut the piece at the cursor; a chunk that proves bad is dropped.
@@ -52,6 +53,7 @@ class LiveBackup:
                 f"cursor has {len(cursor)} bytes, expected {pieces.CURSOR_BYTES} or none"
             )
         if not cursor:
+            self._found = self._said = 0
             self._gate.pass_through(
                 lambda work, then: state.run(state.readers, work, then),
                 lambda: _beginning(disk),
@@ -63,11 +65,8 @@ class LiveBackup:
         def then(piece: pieces.Piece) -> None:
             if piece.bad:
                 state.counters.corrupt_chunks += len(piece.bad)
-                self._log.warning(
-                    f"backup found {counted(len(piece.bad), 'bad chunk')}, the first"
-                    f" {next(iter(piece.bad)).hex()}: left out of it, and dropped here"
-                )
                 state.writer.drop(piece.bad)
+            self._tell(piece)
             parts = [protocol.StorePart(*part) for part in piece.parts]
             answer(
                 protocol.StorePiece(parts=parts, cursor=piece.cursor, bad_chunks=piece.bad_chunks)
@@ -79,6 +78,19 @@ class LiveBackup:
             answer,
             then,
         )
+
+    def _tell(self, piece: pieces.Piece) -> None:
+        """Say at once that something is bad, and at the end how much, as who asked counts it."""
+        self._found += piece.bad_chunks
+        if piece.bad_chunks and self._found == piece.bad_chunks:
+            first = next((f", the first {key.hex()}" for key in piece.bad), "")
+            self._log.warning(
+                f"backup found {counted(piece.bad_chunks, 'bad chunk')}{first}: left out of it, and"
+                " dropped here"
+            )
+            self._said = self._found
+        if not piece.cursor and self._found > self._said:
+            self._total_log.warning(f"backup found {counted(self._found, 'bad chunk')} in all")
 
     def manifest(self, message: protocol.AdminManifest, answer: Answer) -> None:
         """Some of the manifest's bytes as of now; the digest tells whether it has changed."""

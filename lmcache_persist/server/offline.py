@@ -31,6 +31,7 @@ from lmcache_persist.manifest.catalog import ModelRow
 from lmcache_persist.manifest.snapshot import ManifestSnapshot, read_snapshot
 from lmcache_persist.printable import command
 from lmcache_persist.server import recovery
+from lmcache_persist.server.backup_file import is_backup, rebuild_hint
 from lmcache_persist.store import offline as store_files
 from lmcache_persist.store.base import Usage
 from lmcache_persist.store.check import Progress, Violation
@@ -157,6 +158,10 @@ def read_manifest(paths: DataDir) -> ManifestSnapshot:
         return read_snapshot(paths.manifest)
     except FileNotFoundError:
         pass
+    except ManifestUnreadable as error:
+        if is_backup(paths.root):
+            error.hint = rebuild_hint(paths.root)
+        raise
     recovery.check_together(recovery.look_at_store(paths, deep=False), paths.root)
     if has_data_file(paths.store):
         raise DataDirUnusable(

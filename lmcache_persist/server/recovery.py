@@ -26,7 +26,7 @@ from lmcache_persist.errors import (
 )
 from lmcache_persist.manifest import ManifestSnapshot, read_snapshot
 from lmcache_persist.printable import command
-from lmcache_persist.server.backup_file import is_backup
+from lmcache_persist.server.backup_file import is_backup, rebuild_hint
 from lmcache_persist.store import aside, capacity, data_file, meta_page, preallocation, unsynced
 from lmcache_persist.store.format import FORMAT_VERSION
 from lmcache_persist.store.offline import structure_problem, verify_pages
@@ -323,9 +323,17 @@ def damaged(paths: DataDir, why: str) -> StoreDamaged:
     if is_backup(paths.root):
         hint = "nothing in it can be restored, and a backup is never mended: use another one"
     else:
-        hint = "to keep it aside and have an empty one in its place (a start does so, too):"
-        hint += f" {command('verify', paths.root, '--repair')}"
+        hint = set_aside_hint(paths.root)
     return StoreDamaged(f"the store in {paths.store} is damaged: {why}", hint=hint)
+
+
+def set_aside_hint(data_dir: Path) -> str:
+    """The way out of a broken store, whose repair is another one in its place."""
+    return (
+        "to keep it aside and have an empty one in its place (a start does so, too):"
+        f" {command('verify', data_dir, '--repair')}; what can be read of it, if anything,"
+        f" comes back with: {command('recover', data_dir, '--set-aside')}"
+    )
 
 
 def _check_belongs(found: Found, binding: Binding, data_dir: Path) -> None:
@@ -378,6 +386,8 @@ def _other_one(data_dir: Path) -> str:
 
 
 def _rebuild(found: Found, data_dir: Path) -> str:
+    if is_backup(data_dir):
+        return rebuild_hint(data_dir)
     if found.stamp is None:
         return f"put the manifest back, or start afresh with: {command('reset', data_dir)}"
     return (

@@ -12,14 +12,14 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmcache_persist import failpoints
 from lmcache_persist.binding import Binding
 from lmcache_persist.datadir import DataDir, DataDirLock, ReaderLock, make_data_dir
 from lmcache_persist.errors import DataDirUnusable, PersistError
-from lmcache_persist.manifest import Manifest, files
+from lmcache_persist.manifest import Manifest, ManifestSnapshot, files
 from lmcache_persist.printable import command
 from lmcache_persist.server import backup_file, recovery, reset
 from lmcache_persist.server.backup_file import Descriptor
@@ -49,6 +49,7 @@ class Restored:
         objects: in it.
         no_room_objects: of the backup, that are left out for the capacity.
         bad_objects: of the backup, that proved bad and are left out.
+        manifest_rebuilt: from the store's stamp: the backup's manifest is lost.
     """
 
     descriptor: Descriptor
@@ -57,6 +58,7 @@ class Restored:
     objects: int
     no_room_objects: int
     bad_objects: int
+    manifest_rebuilt: bool
 
 
 def restore(
@@ -76,7 +78,8 @@ def restore(
         capacity_bytes: of the store; as it was by default.
         new_id: give the store a uuid of its own, and so the data dir a binding of its own,
             to the same chunk size: for a second server beside the first.
-        say: told the room that is needed, and what has no room, before anything is changed.
+        say: told the room that is needed, what has no room, and that the backup's manifest is
+            lost, before anything is changed.
         on_chunk: told of each chunk that was copied.
 
     Durable: on return. Threads: one, with no other in the process.
@@ -94,7 +97,12 @@ def restore(
     if os.path.isdir(data_dir):
         _refuse_foreign(data_dir)  # before a lock file is made in it
     with ReaderLock.acquire(backup):
-        descriptor, found = _judged(source)
+        descriptor, found, lost_manifest = _judged(source)
+        if lost_manifest:
+            say(
+                f"warning: {lost_manifest}: it is rebuilt from the stamp in the backup's store, and"
+                " knows the models again once their engines have registered"
+            )
         if capacity_bytes is None:
             capacity_bytes = descriptor.capacity_bytes
         with OfflineStore.open(source.store) as store:
@@ -104,7 +112,8 @@ def restore(
                 out = amount(lost.chunks, lost.objects, lost.nbytes)
                 say(f"{out} of the backup have no room and stay out")
             binding = _binding(found, new_id=new_id)
-            needed = capacity_bytes + source.manifest.stat().st_size + MANIFEST_BYTES
+            needed = capacity_bytes + MANIFEST_BYTES
+            needed += 0 if lost_manifest else source.manifest.stat().st_size
             with _empty_data_dir(data_dir, needed, say) as paths, _marked(paths):
                 failpoints.hit("restore.after_mark")
                 with copying.StoreCopy.make(
@@ -113,7 +122,10 @@ def restore(
                     bad = copying.copy_chunks(store, planned, copy, on_chunk)
                     copy.finish()
                 failpoints.hit("restore.after_store")
-                _restore_manifest(source, paths, found, binding)
+                if lost_manifest:
+                    _rebuild_manifest(paths, binding)
+                else:
+                    _restore_manifest(source, paths, found, binding)
                 failpoints.hit("restore.after_manifest")
     return Restored(
         descriptor,
@@ -122,6 +134,7 @@ def restore(
         copy.copied.total.objects,
         lost.objects,
         bad.total.objects,
+        bool(lost_manifest),
     )
 
 
@@ -135,12 +148,23 @@ def why_not(backup: Path) -> PersistError | None:
     return None
 
 
-def _judged(source: DataDir) -> tuple[Descriptor, Found]:
+def _judged(source: DataDir) -> tuple[Descriptor, Found, str]:
+    """A backup, what is in it, and why its manifest is lost; the stamp stands in for that one."""
     descriptor = backup_file.read(source.root)
-    found = recovery.look(source, deep=True)
+    lost_manifest = backup_file.manifest_problem(source.root, descriptor)
+    if lost_manifest:
+        found = recovery.look_at_store(source, deep=True)
+        recovery.refuse_if_damaged(found, source)
+        if found.stamp is None or found.stamp.binding_id != descriptor.binding_id:
+            raise backup_file.unusable(
+                source.root, f"{lost_manifest}, and its store has another stamp"
+            )
+        found = replace(found, snapshot=ManifestSnapshot(0, found.stamp, [], [], []))
+    else:
+        found = recovery.look(source, deep=True)
     recovery.check_together(found, source.root)
     recovery.refuse_if_damaged(found, source)
-    return descriptor, found
+    return descriptor, found, lost_manifest
 
 
 @contextlib.contextmanager
@@ -228,6 +252,11 @@ def _in_the_way(root: Path, name: str, way_out: str) -> DataDirUnusable:
         f"{root} holds {name!r}, expected an absent or empty folder",
         hint=f"restore into another folder, or {way_out}",
     )
+
+
+def _rebuild_manifest(paths: DataDir, binding: Binding) -> None:
+    with contextlib.closing(Manifest.open(paths.manifest)) as manifest:
+        manifest.bind(binding)
 
 
 def _restore_manifest(source: DataDir, paths: DataDir, found: Found, binding: Binding) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -30,6 +31,7 @@ from lmcache_persist.server.backup import FilesSource, back_up
 from lmcache_persist.server.rebind import rebind
 from lmcache_persist.server.restore import restore
 from lmcache_persist.store import preallocation
+from support import mutilate
 from support.altering import alter_chunk
 from support.data_dirs import chunk_of, key_of, make, records_of
 from support.emulated import EmulatedEngine
@@ -268,8 +270,6 @@ def newer(folder: Path) -> None:
         (lambda folder: alter(folder / "backup.json"), DataDirUnusable, "altered"),
         (lambda folder: (folder / "backup.json").write_text("[]"), DataDirUnusable, "altered"),
         (newer, FormatTooNew, "99"),
-        (lambda folder: alter(folder / "manifest.sqlite"), DataDirUnusable, "manifest"),
-        (lambda folder: (folder / "manifest.sqlite").unlink(), DataDirUnusable, "manifest"),
         (lambda folder: os.truncate(folder / "store" / "data.mdb", 4096), DataDirUnusable, "4096"),
         (lambda folder: shutil.rmtree(folder / "store"), DataDirUnusable, "data.mdb"),
     ],
@@ -286,6 +286,52 @@ def test_what_is_no_whole_backup_is_refused(
     with pytest.raises(error, match=words):
         restore(backup, root / "r")
     assert not (root / "r").exists()
+
+
+@pytest.mark.parametrize("new_id", [False, True])
+@pytest.mark.parametrize("lost", ["gone", "noise", "other"])
+def test_a_lost_manifest_of_a_backup_is_rebuilt(
+    root: Path, backup: Path, lost: str, new_id: bool
+) -> None:
+    """The stamp in its good store holds the binding; the restore says so, and loses nothing."""
+    bound = read_snapshot(backup / "manifest.sqlite").binding
+    assert bound is not None
+    if lost == "gone":
+        (backup / "manifest.sqlite").unlink()
+    elif lost == "noise":
+        (backup / "manifest.sqlite").write_bytes(b"noise" * 1000)
+    else:
+        make(root / "other", chunks=(1,))
+        shutil.copy(root / "other" / "manifest.sqlite", backup / "manifest.sqlite")
+    said: list[str] = []
+    before = snapshot(backup)
+    done = restore(backup, root / "r", new_id=new_id, say=said.append)
+    assert (done.objects, done.manifest_rebuilt) == (5, True)
+    assert [text for text in said if text.startswith("warning: its manifest ")]
+    held = read_snapshot(root / "r" / "manifest.sqlite").binding
+    assert held == done.binding
+    assert (held == bound) is not new_id
+    assert all_good(root / "r")
+    assert snapshot(backup) == before
+
+
+def test_a_lost_manifest_is_not_rebuilt_from_another_store(root: Path, backup: Path) -> None:
+    """A stamp that is not of the binding that the backup was made of says nothing about it."""
+    make(root / "other", chunks=(5,))
+    back_up_files(root / "other", root / "c")
+    shutil.copy(root / "c" / "store" / "data.mdb", backup / "store" / "data.mdb")
+    (backup / "manifest.sqlite").unlink()
+    with pytest.raises(DataDirUnusable, match="another stamp"):
+        restore(backup, root / "r")
+    assert not (root / "r").exists()
+
+
+def test_a_folder_that_is_no_data_dir_is_not_backed_up(root: Path) -> None:
+    """It is refused as by other verbs: with a code of its own and a hint, exit code 5."""
+    (root / "etc").mkdir()
+    (root / "etc" / "hosts").touch()
+    code, _, err = cli_here("backup", str(root / "etc"), str(root / "b"))
+    assert (code, "[data_dir_unusable]" in err, "hint: " in err) == (5, True, True)
 
 
 def test_a_bad_chunk_of_a_backup_is_left_out(root: Path, backup: Path) -> None:
@@ -448,6 +494,21 @@ def test_what_is_bad_is_left_out_and_counted(root: Path, live: bool) -> None:
         document = json_here("backup", str(root / "d"), str(root / "c"))
         assert (document["left_out_chunks"], document["left_out_objects"]) == (2, 2)
         assert document["left_out_bad_chunks"] == 2
+
+
+def test_log_and_verb_count_what_is_bad_alike(root: Path) -> None:
+    """A bad record is a bad chunk as altered bytes are, and pieces are summed up."""
+    make(root / "d", chunks=(16,), nbytes=1 << 20)
+    for number in range(0, 16, 3):
+        alter_chunk(root / "d", key_of(number))
+    mutilate.alter(root / "d" / "store", "broken record")
+    with ServerProcess(root / "d", capacity="64MiB") as server:
+        document = json_here("backup", str(root / "d"), str(root / "b"))
+        log = server.log()
+    bad = document["left_out_bad_chunks"]
+    assert bad == document["left_out_chunks"] >= 6
+    said = [int(found) for found in re.findall(r"backup found (\d+) bad chunk", log)]
+    assert said[-1] == bad
 
 
 def test_a_data_dir_is_not_backed_up_into_itself(root: Path) -> None:

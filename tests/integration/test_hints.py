@@ -129,6 +129,53 @@ def test_a_broken_backup_has_no_command_that_is_refused(backup: Path) -> None:
         assert "backup is never mended" in hint_of(err)
 
 
+@pytest.mark.parametrize("lost", ["gone", "noise"])
+def test_a_backup_without_its_manifest_is_restored_by_the_hint(
+    backup: Path, root: Path, lost: str
+) -> None:
+    """Whichever verb meets it: the way out is a restore, not a recover that is refused."""
+    (backup / "manifest.sqlite").unlink()
+    if lost == "noise":
+        (backup / "manifest.sqlite").write_bytes(b"noise" * 1000)
+    for verb in ("inspect", "verify"):
+        code, _, err = quiet(verb, str(backup))
+        assert code != 0
+        [words] = commands(hint_of(err))
+        assert words == ["restore", str(backup), "DIR"]
+        code, _, err = quiet(*words[:-1], str(root / verb))
+        assert (code, "warning: its manifest " in err) == (0, True)
+        assert is_good(root / verb)
+        assert len(records_of(root / verb)) == 5
+
+
+@pytest.mark.parametrize(("damage", "objects"), [("tail", 5), ("cut", 0), ("noise", 0)])
+def test_a_broken_store_is_set_aside_and_read_by_the_hint(
+    data_dir: Path, damage: str, objects: int
+) -> None:
+    """Verify says that a repair sets it aside, and what takes back what can be read, if any."""
+    if damage == "tail":
+        os.truncate(data_dir / "store" / "data.mdb", 16 << 20)
+    elif damage == "cut":
+        cut(data_dir / "store")
+    else:
+        with (data_dir / "store" / "data.mdb").open("r+b") as file:
+            file.seek(2 * 4096)
+            file.write(b"noise" * 4000)
+    code, _, err = quiet("verify", str(data_dir))
+    assert code == 1
+    hint = hint_of(err)
+    assert "keep it aside" in hint
+    assert commands(hint) == [
+        ["verify", str(data_dir), "--repair"],
+        ["recover", str(data_dir), "--set-aside"],
+    ]
+    assert follow(hint)[0] == 0
+    code, _, err = follow(hint, number=1)
+    assert (code == 0, "nothing can be had from" in err) == (objects > 0, objects == 0)
+    assert is_good(data_dir)
+    assert len(records_of(data_dir)) == objects
+
+
 @pytest.mark.parametrize("verb", [("flush",), ("negotiate", "--groups", "544"), ("bench",)])
 def test_a_backup_is_no_data_dir_to_ask(backup: Path, root: Path, verb: tuple[str, ...]) -> None:
     """The way to a server that can be asked begins with a restore."""

@@ -243,6 +243,13 @@ MUTATIONS = (
         (f"{HINTS}test_a_backup_tells_bad_from_evicted",),
     ),
     Mutation(
+        "a-lost-manifest-is-rebuilt-from-any-store",
+        "lmcache_persist/server/restore.py",
+        "        if found.stamp is None or found.stamp.binding_id != descriptor.binding_id:\n",
+        "        if found.stamp is None:\n",
+        (f"{BACKUP}test_a_lost_manifest_is_not_rebuilt_from_another_store",),
+    ),
+    Mutation(
         "restore-into-its-own-backup",
         "lmcache_persist/server/restore.py",
         '    check_apart(backup, data_dir, "backup")\n',
