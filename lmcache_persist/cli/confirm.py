@@ -14,8 +14,8 @@ NOTHING_CHANGED = "nothing was changed"
 def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
     """What a verb calls with its losses: shows them on stderr, and asks unless ``yes``.
 
-    The answer is a line typed at a terminal. Raises ``ConfigError`` unless it is a yes, and
-    where there is no terminal: a script says ``--yes``, or nothing happens.
+    The answer is a line typed at a terminal. Raises ``ConfigError`` unless it is the word yes,
+    and where there is no terminal: a script says ``--yes``, or nothing happens.
     """
 
     def confirm(losses: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
                 hint="give --yes if that is what you want",
             )
         try:
-            sys.stderr.write(f"{verb}? yes or no: ")
+            sys.stderr.write(f"{verb}? type yes to go on: ")
             sys.stderr.flush()
             answer = sys.stdin.readline()
         except KeyboardInterrupt:
@@ -37,9 +37,10 @@ def confirmation(verb: str, *, yes: bool) -> Callable[[Sequence[str]], None]:
             raise
         if not answer.endswith("\n"):
             say("")
-        if answer.strip().lower() not in ("y", "yes"):
+        if answer.strip().lower() != "yes":
             raise ConfigError(
-                f"{verb} was not confirmed; {NOTHING_CHANGED}", hint="answer yes, or give --yes"
+                f"{verb} was not confirmed; {NOTHING_CHANGED}",
+                hint="type the whole word yes, or give --yes",
             )
 
     return confirm

@@ -234,7 +234,7 @@ def test_ctrl_c_says_how_far_it_came(
         assert "pruned 3 chunks" in out
 
 
-ASKED = "prune? yes or no: "
+ASKED = "prune? type yes to go on: "
 
 
 def asked(

@@ -11,7 +11,7 @@ from lmcache_persist.errors import ConfigError
 from support.terminals import Interrupted, Terminal
 
 
-@pytest.mark.parametrize("answer", ["yes\n", "y\n", "YES", " Yes \n"])
+@pytest.mark.parametrize("answer", ["yes\n", "YES", " Yes \n"])
 def test_a_yes_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
 ) -> None:
@@ -24,7 +24,9 @@ def test_a_yes_goes_on(
     assert "\x1b" not in shown.err
 
 
-@pytest.mark.parametrize("answer", ["", "\n", "no\n", "yess\n", "nyes\n"])
+@pytest.mark.parametrize(
+    "answer", ["", "\n", "no\n", "y\n", "Y\n", "ye\n", "yess\n", "yes yes\n", "nyes\n"]
+)
 def test_anything_else_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """Nobody there, an empty line, or another word: refused."""
     monkeypatch.setattr("sys.stdin", Terminal(answer))
