@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_persist.cli.output import plain, say
 from lmcache_persist.datadir import Holder, ReaderLock, read_holder
 from lmcache_persist.errors import (
     ConfigError,
@@ -20,7 +22,7 @@ from lmcache_persist.errors import (
     ServerUnreachable,
 )
 from lmcache_persist.printable import command
-from lmcache_persist.units import parse_duration_s
+from lmcache_persist.units import approximate_duration, parse_duration_s
 
 if TYPE_CHECKING:
     from lmcache_persist.connector import CacheClient
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = "10"
 MAX_SECONDS = 30 * 86400.0
 _UNHEARD = ("silent", "absent", "refused")
+_PATIENCE_S = 1.0
+"""Seconds that are waited in silence."""
 _HANGS = "docs/troubleshooting.md, The server hangs"
 
 
@@ -62,13 +66,25 @@ def connected(
     label = f"lmcache-persist {verb}"
     try:
         with CacheClient(server, kind=kind, label=label, options=options) as client:
-            client.wait_connected(timeout_s)
+            _wait(client, timeout_s)
             yield client
     except ServerUnreachable as error:
         raise _with_holder(error, root, timeout_s) from error
     except RequestTimeout as error:
         error.hint = error.hint or f"it is busy, its disk is slow, or it hangs ({_HANGS})"
         raise
+
+
+def _wait(client: CacheClient, timeout_s: float) -> None:
+    """Wait until the server is heard; after a moment say on stderr for what. Raises as it does."""
+    deadline = time.monotonic() + timeout_s
+    if timeout_s > 2 * _PATIENCE_S:  # the look takes a part of it
+        try:
+            client.wait_connected(_PATIENCE_S)
+        except ServerUnreachable as error:
+            why, limit = error.fields.get("why") or "no answer", approximate_duration(timeout_s)
+            say(f"waiting for {client.endpoint}: {plain(why)}; up to {limit}, Ctrl-C ends")
+    client.wait_connected(max(0.0, deadline - time.monotonic()))
 
 
 def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) -> PersistError:
@@ -89,8 +105,9 @@ def _with_holder(error: ServerUnreachable, root: Path | None, timeout_s: float) 
     who = f"pid {holder.pid} on {holder.host} holds {root}"
     if reason == "silent":
         why = f"{who} and does not answer within {timeout_s:g} s"
-        hint = f"see its state with: ps -o stat,wchan:20,args -p {holder.pid}; if it hangs, stop"
-        hint += f" it with: kill -9 {holder.pid}, which loses nothing durable ({_HANGS})"
+        hint = f"see its state with: ps -o stat,wchan:20,args -p {holder.pid}; T is stopped,"
+        hint += f" it goes on with: kill -CONT {holder.pid}; if it hangs, end it with:"
+        hint += f" kill -9 {holder.pid}, which loses nothing durable ({_HANGS})"
     else:
         why = f"{error.fields['why']}, but {who}, listening at {holder.endpoint}"
         hint = "use that endpoint; if it is this one, the server is about to start or to end, or"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,21 +53,47 @@ def endpoint_of(data_dir: str | None, server: str | None) -> tuple[str, Path | N
 
     Raises:
         UsageError: neither or both are given.
+        ConfigError: ``--server`` is a folder.
         DataDirUnusable: DIR is none.
-        ServerUnreachable: no server has said where it listens.
+        ServerUnreachable: no server runs, or none has said where it listens.
     """
     if (data_dir is None) == (server is None):
+        found = "neither DIR nor --server is" if server is None else "both DIR and --server are"
         raise UsageError(
-            f"{'neither' if server is None else 'both'} of DIR and --server are given, expected"
-            " one, such as /var/lib/kv, or --server ipc:///var/lib/kv/server.sock"
+            f"{found} given, expected one, such as /var/lib/kv, or --server"
+            " ipc:///var/lib/kv/server.sock"
         )
-    if data_dir is None:
-        return str(server), None
-    root = absolute(data_dir)
+    if server is not None:
+        _refuse_folder(server)
+        return server, None
+    root = absolute(str(data_dir))
     holder = read_holder(root)
-    if holder is not None:
-        return reachable_endpoint(root, holder), root
-    raise _unserved(root)
+    if holder is None:
+        raise _unserved(root)
+    if not _is_held(root):  # it was killed: nothing is to be waited for
+        raise ServerUnreachable(f"no server runs on {root}", hint=start_hint(root))
+    return reachable_endpoint(root, holder), root
+
+
+def _refuse_folder(server: str) -> None:
+    """Refuse a folder where an endpoint is expected. Raises ``ConfigError``."""
+    path = os.path.expanduser(server.removeprefix("ipc://"))
+    if "/" not in path or not os.path.isdir(path):
+        return
+    root = absolute(path)
+    hint = f"give the data dir as DIR, without --server: {shlex.quote(str(root))}"
+    if DataDir(root).socket.exists():
+        hint += f"; or --server {shlex.quote(DataDir(root).endpoint)}"
+    raise ConfigError(f"--server {server!r} is a folder, expected an endpoint", hint=hint)
+
+
+def _is_held(root: Path) -> bool:
+    """Whether somebody holds a data dir; the kernel says so, whatever the lock file does."""
+    try:
+        ReaderLock.acquire(root).release()
+    except DataDirLocked:
+        return True
+    return False
 
 
 def _unserved(root: Path) -> ServerUnreachable:
@@ -80,9 +107,7 @@ def _unserved(root: Path) -> ServerUnreachable:
 
     used_data_dir(root)
     refuse_to_change(root)
-    try:
-        ReaderLock.acquire(root).release()
-    except DataDirLocked:
+    if _is_held(root):
         return ServerUnreachable(
             f"the server that holds {root} has not said where it listens", hint="try again"
         )

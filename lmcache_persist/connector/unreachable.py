@@ -19,7 +19,7 @@ from lmcache_persist.endpoint import Endpoint
 from lmcache_persist.errors import PersistError, RequestTimeout, ServerUnreachable
 from lmcache_persist.printable import command
 
-Reason = Literal["absent", "refused", "denied", "failed", "listening", "silent"]
+Reason = Literal["absent", "refused", "denied", "failed", "folder", "listening", "silent"]
 """``listening``: a connection is taken; ``silent``: so many wait that none is."""
 
 LOOK_S = 0.5
@@ -95,6 +95,8 @@ def _hint(endpoint: Endpoint, reason: Reason | None, owner: str) -> str:
             f"run as {owner}, or start the server with --group and be in that group"
             " (docs/troubleshooting.md, Wrong rights)"
         )
+    if reason == "folder":
+        return f"a server on that data dir listens at {endpoint}/server.sock"
     if reason == "silent":
         return "it hangs or is very busy (docs/troubleshooting.md, The server hangs)"
     listen = () if endpoint.path.endswith("/server.sock") else ("--listen", endpoint)
@@ -125,6 +127,8 @@ def _look_at_socket(path: Path, timeout_s: float) -> Finding:
         return Finding("absent", "no socket there")
     except PermissionError:
         return _denied_by_folder(path)
+    if stat.S_ISDIR(found.st_mode):
+        return Finding("folder", "that is a folder, expected a socket")
     if not stat.S_ISSOCK(found.st_mode):
         return Finding("failed", "that is no socket")
     with socket.socket(socket.AF_UNIX) as plug:

@@ -48,6 +48,7 @@ def test_a_hung_server_is_named_with_its_process(verb: str, held: DataDir) -> No
     assert code == 4
     assert f"pid {os.getpid()} on " in err
     assert "does not answer within 0.2 s [server_unreachable]" in err
+    assert f"T is stopped, it goes on with: kill -CONT {os.getpid()};" in err
     assert f"kill -9 {os.getpid()}" in err
     assert "lmcache-persist serve" not in err
 
@@ -61,14 +62,61 @@ def test_a_held_data_dir_without_its_socket_is_no_place_for_a_start(held: DataDi
 
 
 def test_a_lock_that_nobody_holds_names_nobody(tmp_path: Path) -> None:
-    """After kill -9 the lock file still has a name in it: then a start is what helps."""
+    """After kill -9 the lock file still has a name in it: said at once, with what helps."""
     (tmp_path / "server.lock").write_text(
         f'{{"pid": 1, "host": "h", "boot_id": "b", "started_at": "t",'
         f' "endpoint": "ipc://{tmp_path}/server.sock"}}'
     )
-    code, _, err = quiet("flush", str(tmp_path), "--timeout", "0.2")
-    assert (code, "no socket there [server_unreachable]" in err) == (4, True)
-    assert f"hint: start one with: lmcache-persist serve --data-dir {tmp_path}" in err
+    code, _, err = quiet("flush", str(tmp_path))
+    assert code == 4
+    assert err == (
+        f"error: no server runs on {tmp_path} [server_unreachable]\n"
+        f"hint: start one with: lmcache-persist serve --data-dir {tmp_path}\n"
+    )
+
+
+@pytest.mark.parametrize("reason", ["no socket there", "connection refused"])
+def test_who_waits_says_once_for_what(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a moment: the endpoint, what is in the way, until when, and the way out."""
+    monkeypatch.setattr("lmcache_persist.cli.connection._PATIENCE_S", 0.05)
+    path = tmp_path / "s.sock"
+    if reason == "connection refused":
+        with socket.socket(socket.AF_UNIX) as plug:
+            plug.bind(os.fspath(path))
+    code, _, err = quiet("flush", "--server", f"ipc://{path}", "--timeout", "0.2")
+    assert code == 4
+    waiting = f"waiting for ipc://{path}: {reason}; up to 200 ms, Ctrl-C ends\n"
+    assert err.startswith(waiting)
+    assert err.count("waiting") == 1
+
+
+def test_who_is_heard_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No line about a wait that there was not."""
+    url = f"ipc://{tmp_path}/s.sock"
+    server = FakeServer(url, tmp_path)
+    with connected(url, 20, "test"):
+        pass
+    server.close()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("form", ["{}", "ipc://{}", "{}/", "ipc://{}/"])
+@pytest.mark.parametrize("verb", ["flush", "top", "bench", "negotiate --groups 64"])
+def test_a_folder_is_no_endpoint(verb: str, form: str, held: DataDir) -> None:
+    """The data dir was given to --server: both right forms are named, at once."""
+    with mute(held.socket):
+        code, _, err = quiet(*verb.split(), "--server", form.format(held.root))
+    assert code == 2
+    assert "is a folder, expected an endpoint [config]\n" in err
+    assert f"without --server: {held.root}; or --server {held.endpoint}\n" in err
+
+
+def test_a_folder_without_a_socket_names_none(tmp_path: Path) -> None:
+    """Nothing is named that is not there."""
+    _, _, err = quiet("flush", "--server", str(tmp_path))
+    assert err.endswith(f"hint: give the data dir as DIR, without --server: {tmp_path}\n")
 
 
 def test_what_ends_a_connection_later_has_a_hint(tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ def test_what_is_in_the_way_is_named(path: Path, plug: socket.socket) -> None:
     assert look(at(path.with_name("none"))) == Finding("absent", "no socket there")
     path.with_name("file").touch()
     assert look(at(path.with_name("file"))) == Finding("failed", "that is no socket")
+    folder = look(at(path.parent))
+    assert folder == Finding("folder", "that is a folder, expected a socket")
+    error = unreachable(at(path.parent), None, finding=folder)
+    assert error.hint == f"a server on that data dir listens at {at(path.parent)}/server.sock"
     assert look(at(path)) == Finding("refused", "connection refused")
     plug.listen(0)
     assert look(at(path)) == Finding("listening", "it takes connections")
