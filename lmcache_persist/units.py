@@ -75,6 +75,11 @@ def whole_pages(num_bytes: int) -> int:
     return num_bytes - num_bytes % PAGE_BYTES
 
 
+def is_size_unit(word: str) -> bool:
+    """Whether a word alone is the unit of a size, in whatever case."""
+    return word.lower() in _UNITS_BY_LOWER_CASE
+
+
 def format_size(num_bytes: int) -> str:
     """A size for people that :func:`parse_size` reads back, e.g. ``8GiB`` or ``1000000B``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

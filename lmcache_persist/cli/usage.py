@@ -18,11 +18,19 @@ from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.output import help_hint, say
 from lmcache_persist.config_sources import suggestion
 from lmcache_persist.errors import UsageError
+from lmcache_persist.printable import command
+from lmcache_persist.units import is_size_unit
 
 # The parser's base class of usage errors has no public name, and another module by version.
 _PARSER_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 _NEGATIVE = re.compile(r"-[0-9][0-9,.+-]*", re.ASCII)
+
+_ENDS = ("stop", "kill", "shutdown", "quit")
+_HOW_TO_END = (
+    "a server ends cleanly on SIGTERM: systemctl stop, or kill with its process id, which"
+    " DIR/server.lock names"
+)
 
 # The first sentence of a verb's help, which is never this long.
 _WHOLE = 1000
@@ -37,7 +45,7 @@ class Verb(TyperCommand):
         with _own_errors(ctx):
             rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
-            raise _refusal(ctx, f"{rest[0]!r} is too much, expected {_form(ctx)}")
+            raise _too_much(ctx, rest[0])
         return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -98,6 +106,8 @@ class Program(TyperGroup):
 def no_such_verb(ctx: Any, name: str) -> UsageError:
     """The refusal of a verb that there is not."""
     names = list(ctx.find_root().command.commands)
+    if name in _ENDS:
+        return UsageError(f"verb {name!r} is unknown", hint=_HOW_TO_END)
     message = f"verb {name!r} is unknown, {suggestion(name, names)}"
     return UsageError(message, hint=help_hint())
 
@@ -137,6 +147,17 @@ def _translated(ctx: Any, error: Any) -> UsageError:
 
 def _refusal(ctx: Any, message: str) -> UsageError:
     return UsageError(message, hint=help_hint(ctx.info_name if ctx.parent else ""))
+
+
+def _too_much(ctx: Any, word: str) -> UsageError:
+    """The refusal of a word without a place: what it was meant for, where that can be told."""
+    refusal = _refusal(ctx, f"{word!r} is too much, expected {_form(ctx)}")
+    options = [name for one in ctx.command.get_params(ctx) for name in _names(one)]
+    if is_size_unit(word):
+        refusal.hint = f"a size is one word, without a blank: 8{word}"
+    elif "--data-dir" in options:
+        refusal.hint = f"a data dir is given as: {command(ctx.info_name, '--data-dir', word)}"
+    return refusal
 
 
 def _no_such_option(ctx: Any, name: str) -> UsageError:

@@ -80,7 +80,24 @@ def test_a_word_too_many_is_named_with_what_fits(verb: str) -> None:
     found, hint = refusal(verb, *needed, *["word"] * len(arguments), "one more")
     assert found.startswith(f"'one more' is too much, expected {verb} [OPTIONS]")
     assert all(one.metavar in found for one in arguments)
-    assert hint == helps(verb)
+    way = f"a data dir is given as: lmcache-persist {verb} --data-dir 'one more'"
+    has_option = any("--data-dir" in one.opts for one in params(verb, "option"))
+    assert hint == (way if has_option else helps(verb))
+
+
+def test_a_unit_on_its_own_is_told_where_it_belongs() -> None:
+    """``--capacity 8 GiB``: the second word is no data dir."""
+    _, hint = refusal("serve", "--capacity", "8", "GiB")
+    assert hint == "a size is one word, without a blank: 8GiB"
+
+
+def test_who_wants_to_stop_a_server_is_told_how() -> None:
+    """There is no such verb, and none is near."""
+    code, _, err = quiet("stop", "DIR")
+    assert code == 2
+    assert err.startswith("error: verb 'stop' is unknown [usage]\nhint: ")
+    assert "SIGTERM" in err
+    assert "did you mean" not in err
 
 
 @each_verb
@@ -183,7 +200,8 @@ def test_one_of_folder_and_server_is_needed(words: list[str], both: bool) -> Non
     given = ["DIR", "--server", "ipc:///nowhere"] if both else []
     code, _, err = quiet(*words, *given)
     assert code == 2
-    assert err.startswith(f"error: {'both' if both else 'neither'} of DIR and --server are given")
+    found = "both DIR and --server are" if both else "neither DIR nor --server is"
+    assert err.startswith(f"error: {found} given, expected one")
     assert err.endswith(f"[usage]\nhint: {helps(words[0])}\n")
 
 
