@@ -31,7 +31,8 @@ def rows(document: dict[str, Any], now_s: float, problem: str | None) -> Iterato
         problem: why a part of it is unavailable, if one is.
     """
     server, store = document.get("server"), document["store"]
-    yield "server", _server(document["boots"], server, now_s, problem)
+    made = isinstance(store, dict) and store["clean_shutdown"] is not None
+    yield "server", _server(document["boots"], server, now_s, problem, made=made)
     if problem is not None:
         yield "problem", problem
     for one in server["problems"] if server else []:
@@ -47,7 +48,12 @@ def rows(document: dict[str, Any], now_s: float, problem: str | None) -> Iterato
 
 
 def _server(
-    boots: list[dict[str, Any]], server: dict[str, Any] | None, now_s: float, problem: str | None
+    boots: list[dict[str, Any]],
+    server: dict[str, Any] | None,
+    now_s: float,
+    problem: str | None,
+    *,
+    made: bool,
 ) -> str:
     if server is not None:
         state = "not ready" if server["problems"] else "ready"
@@ -58,7 +64,8 @@ def _server(
     if last is not None and last["end"] == "running":
         return "holds the data dir and does not answer" if problem else "runs"
     if last is None:
-        return "does not run; never started"
+        # A store that was closed once had a server: its manifest was made anew.
+        return f"does not run; {'no start is on record' if made else 'never started'}"
     when = f" {ago(last['ended_at'], now_s)}" if last["ended_at"] else ""
     return f"does not run; the last one {_ENDED[last['end']]}{when}"
 
@@ -77,8 +84,8 @@ def _dropped(drops: dict[str, int]) -> str:
 
 def _disk(store: dict[str, Any]) -> str:
     used, capacity = store["used_bytes"], store["capacity_bytes"]
-    share = percent(used / capacity if capacity else None, 0)
-    stale = f", {store['stale_objects']} of them stale" if store["stale_objects"] else ""
+    share = percent(used / capacity if capacity else None)
+    stale = f", and {store['stale_objects']} stale" if store["stale_objects"] else ""
     return (
         f"{share} full, {approximate_size(used)} of {approximate_size(capacity)};"
         f" {counted(store['objects'], 'object')}{stale}"
@@ -88,7 +95,8 @@ def _disk(store: dict[str, Any]) -> str:
 def _bad(corrupt: int | None, *, live: bool) -> str:
     if corrupt is None or not live:
         return "not checked: verify tells"
-    return f"{corrupt} found since the start" if corrupt else "none found since the start"
+    met = f"{corrupt} met and dropped" if corrupt else "none met"
+    return f"{met} since the start; verify looks at all"
 
 
 def _refusals(rejections: list[dict[str, Any]], now_s: float) -> str:

@@ -31,13 +31,13 @@ def write_store(store: Any, now_s: float, *, first_start: bool) -> None:
         ("chunks", store["chunks"]),
         ("size", approximate_size(store["bytes"])),
         ("capacity", approximate_size(store["capacity_bytes"])),
-        ("in use", _share(store["used_bytes"], store["capacity_bytes"])),
+        ("in use", _share(store["used_bytes"], store["capacity_bytes"], 1)),
         ("stale objects", store["stale_objects"]),
         ("stale size", approximate_size(store["stale_bytes"])),
         ("evicted chunks", store["evicted_chunks"]),
         ("dropped chunks", store["dropped_chunks"]),
         ("pruned chunks", store["pruned_chunks"]),
-        ("corrupt chunks", "verify tells" if corrupt is None else f"{corrupt} since the start"),
+        ("corrupt chunks", "verify tells" if corrupt is None else f"{corrupt} met since the start"),
         ("clean shutdown", clean),
     ]
     write_fields("store", rows)
@@ -113,5 +113,5 @@ def _span(youngest_s: float, oldest_s: float) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _share(part: int, whole: int) -> str:
-    return percent(part / whole if whole else None, 0)
+def _share(part: int, whole: int, digits: int = 0) -> str:
+    return percent(part / whole if whole else None, digits)

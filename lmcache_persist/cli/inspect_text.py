@@ -58,7 +58,8 @@ def _write_binding(document: dict[str, Any]) -> None:
     else:
         told = {**binding, "bound_at": moment(binding["bound_at"])}
         rows += [
-            (name.replace("_", " "), Name(value) if name.endswith("_id") else value)
+            # The boundary id is compared with another server's: it stays whole.
+            (name.replace("_", " "), Name(value) if name == "binding_id" else value)
             for name, value in flat(told)
         ]
     write_fields("binding", rows)

@@ -201,12 +201,10 @@ def _follow(steps: prune_steps.Steps, ticker: Ticker, dry_run: bool) -> tuple[Pi
 def _agreement(names: dict[str, Any], ticker: Ticker, *, yes: bool) -> Agree:
     """Asks about what would go, unless that is nothing. With ``yes`` it is not counted first."""
     from lmcache_persist.server.losses import per_model
-    from lmcache_persist.server.room import NO_ROOM
 
     ask = confirmation("prune", yes=yes)
 
     def agree(would: Iterator[Picked]) -> bool:
-        say(NO_ROOM)
         if yes:
             return True
         total, whole = _count(would, ticker)

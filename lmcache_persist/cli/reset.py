@@ -12,7 +12,7 @@ from lmcache_persist.cli.confirm import confirmation
 from lmcache_persist.cli.exit_codes import ExitCode
 from lmcache_persist.cli.live import absolute, without_server
 from lmcache_persist.cli.options import DataDir, Json, Yes
-from lmcache_persist.cli.output import ending, plain, say, write, write_json
+from lmcache_persist.cli.output import ending, plain, write, write_json
 from lmcache_persist.shm import DEFAULT_POOL_DIR
 
 
@@ -40,7 +40,6 @@ def reset(
             root,
             confirmation("reset", yes=yes),
             pool_dir=Path(os.path.abspath(pool_dir)),
-            say=lambda text: say(plain(text)),
         )
     if json_output:
         write_json({"removed": removed})

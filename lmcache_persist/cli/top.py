@@ -50,6 +50,8 @@ def top(
 ) -> int:
     """Show live what a server does: hit rate, bytes in and out, leases, queues, engines.
 
+    Out is what engines load from the server, in what they store there.
+
     On a terminal a screen, until Ctrl-C; elsewhere a line per interval. A server that goes
     away is shown as such, and when it is back. Exit code 4 if there is none at first, or
     none at the end.
@@ -110,19 +112,24 @@ class _Output:
 
 
 class _Lines(_Output):
-    """A line per interval; of a terminal's width, if it is one."""
+    """A line per interval, of a terminal's width, if it is one; below, problems that are new."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        self._problems: list[str] = []
 
     def show(self, document: dict[str, Any]) -> None:
-        from lmcache_persist.cli.top_view import HEADER_EVERY, header_line, line
+        from lmcache_persist.cli.top_view import HEADER_EVERY, header_line, line, problem_lines
 
         tty = terminal.is_terminal(sys.stdout)
         width = terminal.size(sys.stdout).columns if tty else None
         if next(self._numbers) % HEADER_EVERY == 0:
             write(header_line(width))
-        write(line(document, width), at_once=True)
+        lines = [line(document, width)]
+        if document["connected"]:
+            lines += problem_lines(document, self._problems)
+            self._problems = document["problems"]
+        write("\n".join(lines), at_once=True)
 
 
 class _Screen(_Output):

@@ -104,6 +104,14 @@ def line(document: dict[str, Any], width: int | None = None) -> str:
     return " ".join(cells[at].rjust(_COLUMNS[at][1]) for at in _columns_that_fit(width))
 
 
+def problem_lines(document: dict[str, Any], before: Sequence[str]) -> list[str]:
+    """What is the matter, where that is not what it was ``before``."""
+    at, problems = document["at"][11:19], document["problems"]
+    if list(before) == problems:
+        return []
+    return [f"{at} problem: {plain(one)}" for one in problems] or [f"{at} no problem any more"]
+
+
 # -- screen --------------------------------------------------------------------------------
 
 
@@ -272,7 +280,8 @@ def _engines(document: dict[str, Any], width: int) -> list[Text]:
     from lmcache_persist.cli.layout import Column, Kind, table
 
     if not document["engines"]:
-        return _wrapped("no engine is registered", width, "dim")
+        none = "no engine is registered"
+        return [] if none in document["problems"] else _wrapped(none, width, "dim")
     columns = (
         Column("engine", Kind.NAME, least=7),  # with the hit rate on the narrowest terminal
         Column("model", Kind.NAME, drop=1, least=10),

@@ -19,7 +19,6 @@ from lmcache_persist.posix import sync_folder
 from lmcache_persist.server import crashes
 from lmcache_persist.server.losses import amount_of, losses_of, objects_amount, per_model
 from lmcache_persist.server.offline import Confirm, existing_data_dir
-from lmcache_persist.server.room import NO_ROOM, Say
 from lmcache_persist.shm import PoolPaths
 from lmcache_persist.store import data_file
 from lmcache_persist.store.aside import aside_of, remove_folder
@@ -33,7 +32,6 @@ def reset(
     confirm: Confirm,
     *,
     pool_dir: Path,
-    say: Say = lambda text: None,
 ) -> list[str]:
     """Throw away everything that a data dir holds, readable or not. Repeatable.
 
@@ -45,7 +43,6 @@ def reset(
         confirm: called with what will be gone, before anything is changed; not if there is
             nothing.
         pool_dir: where a killed server may have left its pool.
-        say: told the room that is needed, before anything is changed.
 
     Returns:
         What was thrown away, in words; empty if there was nothing.
@@ -67,7 +64,6 @@ def reset(
         if not contents and not is_pending(paths):
             return []
         lines = zip(contents, details, strict=True)
-        say(NO_ROOM)
         if contents:
             confirm([line for what, more in lines for line in (f"this throws away {what}", *more)])
         else:
@@ -159,6 +155,12 @@ def _leftovers(paths: DataDir) -> list[Path]:
     return [path for path in ours if os.path.lexists(path)]
 
 
+def _named(path: Path, paths: DataDir) -> str:
+    """A file for people: a crash log that is empty tells of no crash."""
+    empty = path in crashes.logs(paths) and not os.lstat(path).st_size
+    return f"{path.name} (empty)" if empty else path.name
+
+
 def _is_data_dir(paths: DataDir) -> bool:
     return (
         is_pending(paths)
@@ -184,7 +186,8 @@ def _contents(paths: DataDir) -> tuple[list[str], list[list[str]], set[str]]:
         lines.append(text)
         details.append(more)
         uuids.add(uuid)
-    leftovers = [path.name for path in (*files.set_aside_files(paths.manifest), *_leftovers(paths))]
+    left = (*files.set_aside_files(paths.manifest), *_leftovers(paths))
+    leftovers = [_named(path, paths) for path in left]
     if leftovers:
         lines.append(f"what was left beside them: {', '.join(leftovers)}")
         details.append([])

@@ -12,9 +12,6 @@ from lmcache_persist.units import exact_size
 Say = Callable[[str], None]
 """Told a line for the operator."""
 
-NO_ROOM = "this needs no more room on the disk"
-"""What a verb says that needs none."""
-
 MANIFEST_BYTES = 1 << 20
 """Room for changes of a manifest."""
 

@@ -277,18 +277,18 @@ def test_a_store_without_manifest_is_an_error(data_dir: Path) -> None:
     assert "no manifest" in document["violations"][0]["what"]
 
 
-@pytest.mark.parametrize("verb", [("reset", "--yes"), ("prune", "--stale")])
-def test_room_is_spoken_of_only_by_a_verb_that_goes_on(
+@pytest.mark.parametrize("verb", [("prune", "--stale"), ("reset", "--yes")])
+def test_room_is_spoken_of_only_by_a_verb_that_needs_some(
     data_dir: Path, verb: tuple[str, ...]
 ) -> None:
-    """Not before a refusal: another verb holds the data dir, or it is none."""
+    """Neither before a refusal nor before a removal."""
     name, flag = verb
     with DataDirLock.acquire(data_dir):
         for root in (data_dir, data_dir / "no"):
             code, _, err = cli_here(name, str(root), flag)
             assert (code, "room" in err) == (5, False), err
     code, _, err = cli_here(name, str(data_dir), flag)
-    assert (code, "this needs no more room on the disk\n" in err) == (0, True)
+    assert (code, "room" in err) == (0, False)
 
 
 def test_an_unreadable_manifest_is_an_error(data_dir: Path) -> None:

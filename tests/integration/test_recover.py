@@ -183,7 +183,10 @@ def test_reset_throws_everything_away(server: ServerProcess) -> None:
     done = run_cli("reset", str(server.data_dir))
     assert done.returncode == 2
     assert f"emulated/model {fingerprint[:12]}: {NUM_OBJECTS} chunks" in done.stderr
-    assert "beside them: manifest.sqlite.unreadable, crash.log, ballast, server.sock" in done.stderr
+    assert (
+        "beside them: manifest.sqlite.unreadable, crash.log (empty), ballast, server.sock"
+        in done.stderr
+    )
     assert "chunk size 256" in done.stderr
     assert snapshot(server.data_dir) == before
     done = run_cli(

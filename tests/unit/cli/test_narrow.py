@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from lmcache_persist.cli import layout, output, top_view
+from lmcache_persist.cli import inspect_state, layout, output, top_view
 from lmcache_persist.cli.inspect_text import write_document
 from lmcache_persist.cli.layout import Column, Kind
 from lmcache_persist.cli.ticker import Ticker
+from lmcache_persist.cli.top import _Lines
 from lmcache_persist.cli.verify import verify
 from support.screens import Terminal, without_sequences
 
@@ -148,10 +149,10 @@ def test_the_first_lines_answer_what_is_asked_at_night(monkeypatch: pytest.Monke
     assert top[1].split(maxsplit=1) == ["server", "runs, ready, up 1 d 10 h, 3 engines"]
     assert "75.0 % of 4000 tokens" in top[2]
     assert "12345 no_slot" in top[3]
-    assert "99 % full" in top[4]
+    assert "99.9 % full" in top[4]
     words = " ".join(" ".join(top).split())
-    assert "12345 of them stale" in words
-    assert "12 found since the start" in words
+    assert "and 12345 stale" in words
+    assert "12 met and dropped since the start; verify looks at all" in words
     assert "1234, the last" in words
 
 
@@ -179,6 +180,48 @@ def test_no_server_is_said_first(
     lines = without_sequences(term.text()).splitlines()
     assert said in lines[1]
     assert (problem is None) or problem in lines[2]
+
+
+def test_a_manifest_made_anew_is_not_one_that_never_had_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After recover no start is on record, while the store knows of its last one."""
+    found = document(server=False, boots=[])
+    found["store"]["clean_shutdown"] = True
+    told = dict(inspect_state.rows(found, 0, None))
+    assert told["server"] == "does not run; no start is on record"
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "said"),
+    [
+        (0, "none met since the start; verify looks at all"),
+        (4, "4 met and dropped since the start; verify looks at all"),
+    ],
+)
+def test_bad_chunks_are_those_that_were_met(corrupt: int, said: str) -> None:
+    """Nothing is said of chunks that nobody has looked at, so that verify is not denied."""
+    found = document()
+    found["store"]["corrupt_chunks"] = corrupt
+    assert dict(inspect_state.rows(found, 0, None))["bad chunks"] == said
+
+
+def test_the_disk_tier_is_as_full_as_in_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is not a percent, and stale objects are no part of the others."""
+    found = document()
+    found["store"].update(used_bytes=24 << 10, capacity_bytes=8 << 30, objects=0, stale_objects=40)
+    told = dict(inspect_state.rows(found, 0, None))["disk tier"]
+    assert told == "0.1 % full, 24.00 KiB of 8.00 GiB; 0 objects, and 40 stale"
+
+
+def test_what_is_to_be_compared_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boundary id, on 80 columns: folded it may be, never shortened."""
+    monkeypatch.setenv("COLUMNS", "80")
+    term = watched(monkeypatch)
+    found = document()
+    found["binding"]["boundary_id"] = "0123456789abcdef" * 4
+    write_document(found)
+    assert found["binding"]["boundary_id"] in "".join(without_sequences(term.text()).split())
 
 
 def test_a_server_that_is_not_ready_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +366,38 @@ def test_lines_of_top_fit_too(width: int) -> None:
     header, line = top_view.header_line(width), top_view.line(top_document(), width)
     assert len(header) == len(line) <= width or width == 40
     assert header.split()[:2] == ["time", "hit"]
+
+
+def test_a_problem_has_a_line_when_it_comes_and_when_it_goes() -> None:
+    """Not one per interval."""
+    bad = top_document() | {"problems": ["the store is gone", "x\x07"]}
+    lines = top_view.problem_lines(bad, [])
+    assert lines == ["10:00:01 problem: the store is gone", "10:00:01 problem: x\\x07"]
+    assert top_view.problem_lines(bad, bad["problems"]) == []
+    well = top_document() | {"problems": []}
+    assert top_view.problem_lines(well, bad["problems"]) == ["10:00:01 no problem any more"]
+    assert top_view.problem_lines(well, []) == []
+
+
+def test_lines_of_top_show_problems_when_they_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the only line of ``--once``; an interval without an answer changes nothing."""
+    bad, well = (top_document() | {"problems": one} for one in (["the store is gone"], []))
+    away = bad | {"connected": False, "error": {"message": "nobody answers"}}
+    lines = _Lines()
+    told = []
+    for shown_now in (bad, bad, away, bad, well, well):
+        lines.show(shown_now)
+        out = capsys.readouterr().out
+        told.append([line[9:] for line in out.splitlines() if "problem" in line])
+    assert told == [["problem: the store is gone"], [], [], [], ["no problem any more"], []]
+
+
+@pytest.mark.parametrize("problems", [[], ["no engine is registered"]])
+def test_a_screen_says_once_that_there_is_no_engine(problems: list[str]) -> None:
+    """As a problem, or in the engines' place."""
+    found = top_document() | {"engines": [], "problems": problems}
+    lines = [line.plain for line in top_view.screen(found, None, 80, 40)]
+    assert lines.count("no engine is registered") == 1
 
 
 # -- progress ------------------------------------------------------------------------------
