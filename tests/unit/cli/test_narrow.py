@@ -215,8 +215,8 @@ def test_the_disk_tier_is_as_full_as_in_top(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_to_be_compared_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The boundary id, on 80 columns: folded it may be, never shortened."""
-    monkeypatch.setenv("COLUMNS", "80")
+    """The boundary id, on 60 columns: folded it may be, never shortened."""
+    monkeypatch.setenv("COLUMNS", "60")
     term = watched(monkeypatch)
     found = document()
     found["binding"]["boundary_id"] = "0123456789abcdef" * 4
