@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "refused-for-room-after-all-is-thrown-away",
         "lmcache_persist/server/recovery.py",
-        "        preallocation.check_room(paths.root, settings.capacity_bytes - back)\n",
-        "        preallocation.check_room(paths.root, 0 * back)\n",
+        "paths.root, settings.capacity_bytes - back, way_out",
+        "paths.root, 0 * back, way_out",
         (f"{SALVAGE}test_a_start_that_is_refused_for_room_keeps_what_is_aside",),
     ),
     Mutation(
