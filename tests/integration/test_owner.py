@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_persist.store import data_file
+from lmcache_persist.store.aside import set_aside
 from support.altering import alter_chunk
 from support.data_dirs import key_of, make
 from support.files import snapshot
@@ -62,7 +62,7 @@ def test_root_is_sent_to_the_owner(data_dir: Path, name: str) -> None:
     if name == "recover":
         (data_dir / "manifest.sqlite").unlink()
     if "aside" in name:
-        shutil.copytree(data_file.set_aside(data_dir / "store"), data_dir / "store")
+        shutil.copytree(set_aside(data_dir / "store"), data_dir / "store")
         give_away(data_dir)
     before = snapshot(data_dir)
     code, _, err = quiet(verb, str(data_dir), *flags)
