@@ -54,6 +54,13 @@ MUTATIONS = (
         (f"{PRUNE}test_it_says_what_goes_and_asks",),
     ),
     Mutation(
+        "half-a-yes-confirms",
+        "lmcache_persist/cli/confirm.py",
+        'if answer.strip().lower() != "yes":',
+        'if not answer.strip().lower().startswith("y"):',
+        ("tests/unit/cli/test_confirm.py::test_anything_else_is_a_no",),
+    ),
+    Mutation(
         "prune-of-unlocked-files",
         "lmcache_persist/server/prune.py",
         "    with DataDirLock.acquire(paths.root):\n        backup_file",
