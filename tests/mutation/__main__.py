@@ -112,6 +112,7 @@ def try_share(mutations: Sequence[Mutation]) -> int:
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="lp-mutate-") as folder:
         checkout = Path(folder)
+        checkout.chmod(0o755)  # servers of other users run from it, too
         copy_checkout(checkout)
         for mutation in mutations:
             begin = time.monotonic()

@@ -92,7 +92,7 @@ MUTATIONS = (
     Mutation(
         "never-sweep-pools",
         "lmcache_persist/store/pool.py",
-        "            sweep_dead_pools(paths.pool.parent)\n",
+        "                sweep_dead_pools(paths.pool.parent)\n",
         "",
         (_CLEANUP + "test_pools_of_dead_servers_are_swept",),
     ),
