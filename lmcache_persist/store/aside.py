@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 
 from lmcache_persist.errors import StoreIOError
-from lmcache_persist.store.data_file import DATA_NAME, sync_directory
+from lmcache_persist.store.data_file import DATA_NAME, LOCK_NAME, sync_directory
+from lmcache_persist.store.lmdb_open import NEW_NAME
+from lmcache_persist.store.unsynced import UNSYNCED_NAME
 
 DAMAGED_SUFFIX = ".damaged"
+_OURS = (DATA_NAME, LOCK_NAME, UNSYNCED_NAME)
+"""Files of a store; what else is in a folder that an operator linked is not ours to remove."""
 
 
 def aside_of(directory: Path) -> Path:
@@ -48,7 +52,7 @@ def discard_set_aside(directory: Path) -> Path | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a store's folder; of a link to one what is in there, and the link.
+    """Remove a store's folder; of a link to one the store in there, nothing else, and the link.
 
     Raises:
         OSError: as said.
@@ -56,8 +60,11 @@ def remove_folder(folder: Path) -> None:
     if not folder.is_symlink():
         shutil.rmtree(folder)
         return
-    for path in folder.iterdir() if folder.exists() else ():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if folder.exists():
+        for name in _OURS:
+            (folder / name).unlink(missing_ok=True)
+        if (folder / NEW_NAME).is_dir():
+            shutil.rmtree(folder / NEW_NAME)
     folder.unlink()
 
 
